@@ -1,11 +1,11 @@
-"""Suffix automata of documents: the smallest graph whose paths are all their substrings.
+"""Suffix automata of documents: the smallest graph whose paths are all substrings of the documents.
 
-Documents are concatenated, each followed by a separator, -1. No substring spans a separator: the
-automaton returns to its root there, as for several texts (Mohri, Moreno and Weinstein, "General
-suffix automaton construction algorithm", 2009, after Blumer et al., 1985).
+The documents are concatenated, each followed by a separator, -1. No substring crosses a separator:
+the automaton returns to its root there, as it does for several texts (Mohri, Moreno and Weinstein,
+"General suffix automaton construction algorithm", 2009, after Blumer et al., 1985).
 
-Edges are found through a hash table with open addressing, so states with many edges, the root above
-all, cost no more than others. The edges of a state are also linked, for when it is cloned.
+A hash table with open addressing finds edges. So states with many edges, above all the root, cost
+no more than others. The edges of a state also form a linked list, for cloning the state.
 """
 
 from typing import NamedTuple
@@ -20,19 +20,19 @@ _Ints = NDArray[np.int32]
 
 
 class Graph(NamedTuple):
-    """An automaton that grows. State 0 is the root.
+    """A growing automaton. State 0 is the root.
 
     Attributes:
         links: int32[states], the state of the longest suffix that occurs elsewhere; -1 at the root.
-        lengths: int32[states], tokens of the state's longest substring.
+        lengths: int32[states], number of tokens in the state's longest substring.
         ends: int32[states], position of the last token of its first occurrence.
-        first_edges: int32[states], -1 for none.
-        origins: int32[edges], the state that an edge leaves.
-        labels: int32[edges], its token.
-        targets: int32[edges], the state that it leads to.
+        first_edges: int32[states], the state's first edge; -1 for none.
+        origins: int32[edges], the state that the edge leaves.
+        labels: int32[edges], the edge's token.
+        targets: int32[edges], the state that the edge leads to.
         next_edges: int32[edges], the next edge of the same state; -1 for none.
         slots: int32[2^k], edges by a hash of origin and label; -1 for none.
-        counts: int64[2], states and edges in use.
+        counts: int64[2], number of states and of edges in use.
     """
 
     links: _Ints
@@ -49,7 +49,7 @@ class Graph(NamedTuple):
 
 @kernel()
 def _slot_of(graph: Graph, state: int, token: int) -> int:
-    """Return the slot of an edge, or the free slot where it would go."""
+    """Return the slot of an edge, or the free slot for it."""
     mask = len(graph.slots) - 1
     mixed = np.uint64(state) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(token) * np.uint64(
         0xC2B2AE3D27D4EB4F
@@ -87,7 +87,7 @@ def _add_edge(graph: Graph, slot: int, state: int, token: int, target: int) -> N
 
 @kernel()
 def _split(graph: Graph, state: int, token: int, target: int) -> int:
-    """Clone `target` for those of its substrings that end a shorter match; return the clone."""
+    """Clone `target` for its substrings that end with a shorter match; return the clone."""
     clone = _add_state(graph, graph.lengths[state] + 1, graph.ends[target])
     graph.links[clone] = graph.links[target]
     edge = graph.first_edges[target]
@@ -109,7 +109,7 @@ def _split(graph: Graph, state: int, token: int, target: int) -> int:
 def _extend(graph: Graph, last: int, token: int, position: int) -> int:
     """Append a token to the document; return the state of the whole document so far."""
     edge = graph.slots[_slot_of(graph, last, token)]
-    if edge >= 0:  # it occurred in an earlier document
+    if edge >= 0:  # this text occurred in an earlier document
         target = graph.targets[edge]
         if graph.lengths[target] == graph.lengths[last] + 1:
             return target
@@ -136,7 +136,7 @@ def build_automaton(graph: Graph, tokens: _Ints) -> None:
     """Fill an automaton with documents.
 
     Args:
-        graph: with room for 2n states, 3n edges and 6n slots; all slots -1.
+        graph: has room for 2n states, 3n edges and 6n slots; all slots are -1.
         tokens: int32[n], documents with a separator after each.
     """
     graph.counts[:] = 0

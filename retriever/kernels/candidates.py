@@ -17,7 +17,7 @@ _FEWEST_SLOTS: Final = 256
 
 @kernel()
 def slots_for(num_rows: int) -> int:
-    """Return the number of slots of a sibling table that has room for a node's candidates.
+    """Return the number of slots in a sibling table with room for a node's candidates.
 
     Usually there are few rows, and the table stays in the L1 cache.
     """

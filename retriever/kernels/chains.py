@@ -1,18 +1,19 @@
 """Hash chains: every earlier occurrence of the last tokens, newest first.
 
 A store holds tokens at absolute positions 0, 1, 2, … in a ring whose capacity is a power of two.
-For each indexed n-gram order it keeps the newest position of every hash bucket (`heads`) and, for
-every position, the distance back to the previous position of the same bucket (`links`, 0 for
-none). A `SEPARATOR` follows each document; no match and no continuation spans one.
+It indexes n-grams of a few lengths, called orders. For each order, `heads` holds the newest
+position of every hash bucket. `links` holds for every position the distance back to the previous
+position in the same bucket (0 for none). A `SEPARATOR` follows each document; no match and no
+continuation crosses a separator.
 
-A head keeps the low 31 bits of its position. A bucket without entries for 2^31 tokens may appear to
-point into the ring again. Such positions do not match, so this costs only probes.
+A head stores the low 31 bits of its position. If a bucket gets no entry for 2^31 tokens, it may
+appear to point into the ring again. Such positions do not match, so this costs only probes.
 
 Lanes are texts that are written concurrently, a few tokens at a time, and searched in the same way.
 Each lane fills blocks of one shared ring. A block links to the lane's previous and next blocks, and
-matches and continuations follow these links. An n-gram is linked twice: immediately in a bucket of
-its group, and in a bucket of all groups once its block is full. Links follow the order in which
-they were made, so they may lead to a later position.
+matches and continuations follow these links. An n-gram is linked twice: immediately in its group's
+bucket, and in a bucket of all groups once its block is full. Links follow the order in which they
+were made, so a link may lead to a later position.
 """
 
 from typing import Any, Final
@@ -25,7 +26,7 @@ from retriever.kernels.layout import LANE_BLOCK, RECENT_SIZE, Chains, Found, Lan
 from retriever.kernels.similarity import WINDOW, similarity_of
 
 SEPARATOR: Final = -1
-"""Ends a document in a store; no token has this id."""
+"""Marks the end of a document in a store; no token has this id."""
 
 _MULTIPLIER: Final = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT: Final = np.uint64(29)
@@ -82,9 +83,9 @@ def _write_tokens(chains: Chains, new_tokens: NDArray[np.int32]) -> None:
 def _write_buckets(
     tokens: NDArray[np.int32], first: int, order: int, num_buckets: int, buckets: NDArray[np.int32]
 ) -> None:
-    """Write the buckets, int32[n], of the n-grams that end at `first` and the positions after it.
+    """Write the buckets, int32[n], of the n-grams that end at `first` and later positions.
 
-    N-grams that span documents are included. This keeps the loop free of branches and vectorized,
+    N-grams that cross documents are included. This keeps the loop free of branches and vectorized,
     which makes bulk loading several times faster.
     """
     mask = tokens.shape[0] - 1
@@ -95,14 +96,14 @@ def _write_buckets(
 
 @kernel(inline="always")
 def _link(chains: Chains, order: int, row: int, first: int, document: int) -> None:
-    """Link the n-grams that end at `first` and after it; their buckets are already written.
+    """Link the n-grams that end at or after `first`; their buckets are already written.
 
     Args:
         chains: the store.
         order: length of the n-grams.
         row: row of this order in `heads` and `links`.
         first: position where the first n-gram ends.
-        document: position where the document that contains `first` begins.
+        document: start of the document that contains `first`.
     """
     tokens, heads, links = chains.tokens, chains.heads, chains.links
     mask = tokens.shape[0] - 1
@@ -125,7 +126,7 @@ def withdraw_tokens(chains: Chains, orders: NDArray[np.int64], count: int) -> No
     """Remove the last tokens of a sequence's store and unlink the n-grams that end at them.
 
     Each head returns to the position that its token was linked to. `last` does not change, because
-    a token's earlier position is not known here.
+    a token's previous position is unknown here.
 
     Args:
         chains: the store, a ring that has not wrapped; updated.
@@ -174,17 +175,17 @@ def collect_chains(
     found: Found,
     row: int,
 ) -> int:
-    """Write what followed earlier occurrences of the query's end, longest matches first.
+    """Write what followed earlier occurrences of the query's last tokens, longest matches first.
 
     Args:
         chains: a store.
-        indexed: the n-grams that it indexes.
+        indexed: orders of n-grams that it indexes.
         query: int32[q], the last tokens of the context.
         source: database that the rows are marked with.
-        wrap: whether the store is the context itself. Its end then is not an occurrence, and a
+        wrap: whether the store is the context itself. Then its end is not an occurrence. Also, a
             continuation that reaches the end starts over, so that loops are predicted to repeat.
         depth: most tokens to copy for each occurrence.
-        found: rows and continuations are written from `row` on.
+        found: rows and continuations are written from index `row` on.
         row: first free row.
 
     Returns:
@@ -196,7 +197,7 @@ def collect_chains(
     total = state[0]
     mask = tokens.shape[0] - 1
     oldest = max(state[2], total - tokens.shape[0])
-    too_long = query.shape[0] + 1  # longer matches were written with a longer order
+    too_long = query.shape[0] + 1  # longer matches were written for a longer order
     for index in range(orders.shape[0]):
         order = orders[index]
         if query.shape[0] < order:
@@ -230,7 +231,7 @@ def collect_chains(
 
 @kernel(inline="always")
 def faded(written_by: int, lane: NDArray[np.int64]) -> float:
-    """Return the weight, for a lane, of an occurrence that a version wrote; see `FADING`."""
+    """Return the weight, for a lane, of an occurrence written by a model version; see `FADING`."""
     weight = np.float64(1.0)
     if lane[VERSION] >= 0:
         if written_by < lane[OLDEST]:
@@ -246,16 +247,16 @@ def faded(written_by: int, lane: NDArray[np.int64]) -> float:
 def fade_rows(
     found: Found, first: int, end: int, versions: NDArray[np.int64], lane: NDArray[np.int64]
 ) -> int:
-    """Set the counts of rows from generations by the versions that wrote them.
+    """Set the counts of rows from generations by the model versions that wrote them.
 
     Args:
-        found: rows and continuations, updated; those from `first` to `end` are from generations.
-            Rows with a count of 0 are dropped, and later ones move up.
+        found: rows and continuations, updated; the rows from `first` to `end` are from generations.
+            Rows with a count of 0 are dropped, and later rows move up.
         first: first row.
         end: end of the rows, exclusive.
-        versions: int64[n, 2], pairs of the first position that a version wrote and the version, by
-            ascending position. Positions before the first pair belong to version 0.
-        lane: int64[6], of the querying sequence.
+        versions: int64[n, 2], sorted by position: the first position that a version wrote, and the
+            version. Positions before the first pair belong to version 0.
+        lane: int64[6], the lane of the querying sequence.
 
     Returns:
         The end of the remaining rows.
@@ -297,7 +298,7 @@ def head_position(head: int, total: int) -> int:
 
 @kernel(inline="always")
 def bucket_of(ring: NDArray[np.int32], begin: int, mask: int, order: int, num_buckets: int) -> int:
-    """Hash the `order` tokens from `begin` on; for arrays that are not rings, the mask is -1."""
+    """Hash the `order` tokens that start at `begin`; for arrays that are not rings, mask is -1."""
     return salted_bucket_of(ring, begin, mask, order, num_buckets, 0)
 
 
@@ -305,7 +306,7 @@ def bucket_of(ring: NDArray[np.int32], begin: int, mask: int, order: int, num_bu
 def salted_bucket_of(
     ring: NDArray[np.int32], begin: int, mask: int, order: int, num_buckets: int, salt: int
 ) -> int:
-    """Do as `bucket_of` does, with different buckets for each salt."""
+    """Hash like `bucket_of`, but with different buckets for each salt."""
     key = np.uint64(order) ^ np.uint64(salt)
     for offset in range(order):
         token = ring[(begin + offset) & mask]
@@ -318,7 +319,7 @@ def salted_bucket_of(
 def match_length(
     tokens: NDArray[np.int32], position: int, oldest: int, query: NDArray[np.int32]
 ) -> int:
-    """Count equal tokens backwards from `position` and from the query's end."""
+    """Count equal tokens, going back from `position` and from the end of the query."""
     mask = tokens.shape[0] - 1
     limit = min(query.shape[0], position - oldest + 1)
     length = 0
@@ -331,7 +332,7 @@ def match_length(
 def copy_tokens(
     tokens: NDArray[np.int32], begin: int, end: int, wrap: bool, depth: int, out: NDArray[np.int32]
 ) -> int:
-    """Copy tokens up to a separator; with `wrap`, start over at the end."""
+    """Copy tokens up to a separator; with `wrap`, start over when the end is reached."""
     mask = tokens.shape[0] - 1
     position = begin
     length = 0
@@ -356,16 +357,16 @@ def _write(row: Any, length: int, match: int, source: int) -> None:
 
 
 NUMBER, GROUP, LAST_BLOCK, IS_SHARED, VERSION, OLDEST = 0, 1, 2, 3, 4, 5
-"""Fields of a lane, int64[6]: its number (-1 for a reader that writes none), its group (0 for
+"""Fields of a lane, int64[6]: its number (-1 for a reader that writes nothing), its group (0 for
 none), its last block (-1 for none), whether all groups may see it, the version of the model that
-writes it (-1 if not stated: its own evidence then counts as version 0, and it counts evidence of
-all versions in full), and the oldest version whose evidence counts."""
+writes it (-1 if not stated), and the oldest version whose evidence counts. A lane without a stated
+version writes evidence of version 0, and counts evidence of all versions in full."""
 
 FADING: Final = 0.5
-"""Factor on the weight of evidence per version of distance, the difference of version numbers."""
+"""Weight factor of evidence for each version between the one that wrote it and the lane's own."""
 
 LEAST_FADED: Final = 0.125
-"""Smallest weight of evidence: for some prompts, only old texts offer any."""
+"""Least weight of old evidence: for some prompts, only old texts have evidence."""
 
 _SHIFT_OF_BLOCK: Final = LANE_BLOCK.bit_length() - 1
 
@@ -380,15 +381,15 @@ def append_lane(
     end: int,
     linked_from: int,
 ) -> None:
-    """Append tokens of a sequence to its lane, and link the n-grams that end at each.
+    """Append tokens of a sequence to its lane, and link the n-grams that end at each token.
 
     Args:
         lanes: updated.
         orders: int64[orders], the indexed n-gram orders, longest first.
-        lane: int64[6], updated. It holds the sequence's tokens from where it began up to `first`.
+        lane: int64[6], updated. It holds the sequence's tokens from the lane's start to `first`.
         sequence: int32[n], all tokens of the sequence.
         first: position in the sequence of the first token to append.
-        end: position after the last one.
+        end: position after the last token.
         linked_from: n-grams that end before this position are in the prompt and are not linked.
     """
     blocks = lanes.blocks
@@ -414,7 +415,7 @@ def append_lane(
 
 @kernel()
 def _begin_block(lanes: Lanes, lane: NDArray[np.int64]) -> int:
-    """Give a lane the next block of the ring, overwriting it; return the block's number."""
+    """Give a lane the next block of the ring, overwrite it, and return the block's number."""
     block, previous = lanes.state[0], lane[LAST_BLOCK]
     blocks, size = lanes.blocks, lanes.blocks.shape[0]
     lanes.state[0] = block + 1
@@ -445,7 +446,7 @@ def _link_lane(
     place: int,
     position: int,
 ) -> None:
-    """Link the n-grams that end at `place` in a sequence, which is `position` in the lanes."""
+    """Link the n-grams that end at `place` in a sequence and at `position` in the lanes."""
     heads, links, mask = lanes.heads, lanes.links, lanes.tokens.shape[0] - 1
     for index in range(orders.shape[0]):
         begin, row = place - orders[index] + 1, first_row + index
@@ -459,7 +460,7 @@ def _link_lane(
 
 @kernel()
 def withdraw_lane(lanes: Lanes, lane: NDArray[np.int64]) -> None:
-    """Overwrite the tokens of a lane, which starts over. Links stay but match nothing."""
+    """Overwrite the tokens of a lane that starts over. Its links stay but match nothing."""
     blocks, block_mask = lanes.blocks, lanes.blocks.shape[0] - 1
     block = lane[LAST_BLOCK]
     while block >= lanes.state[1]:
@@ -473,9 +474,9 @@ def withdraw_lane(lanes: Lanes, lane: NDArray[np.int64]) -> None:
 
 @kernel(allocates=True)
 def move_lanes(lanes: Lanes, grown: Lanes, orders: NDArray[np.int64]) -> None:
-    """Move all lanes to an empty ring of more blocks; lanes and blocks keep their numbers.
+    """Move all lanes to an empty, larger ring; lanes and blocks keep their numbers.
 
-    N-grams are then linked in order of position, except those that begin before their lane.
+    N-grams are linked anew in order of position, except those that start before their lane.
 
     Args:
         lanes: the current lanes.
@@ -516,16 +517,16 @@ def collect_lanes(
     found: Found,
     row: int,
 ) -> int:
-    """Write what followed the query's end in other lanes: first in its group, then in others.
+    """Write what followed the query's last tokens in other lanes: first of its group, then others.
 
     Args:
         lanes: the lanes of one tenant.
-        indexed: the n-grams that they are indexed by.
-        lane: int64[6], of the querying sequence.
+        indexed: orders of n-grams that they index.
+        lane: int64[6], the lane of the querying sequence.
         query: int32[q], the last tokens of the context.
         source: database that the rows are marked with.
         depth: most tokens to copy for each occurrence.
-        found: rows and continuations are written from `row` on.
+        found: rows and continuations are written from index `row` on.
         row: first free row.
 
     Returns:
@@ -549,12 +550,12 @@ def _collect_in(
     found: Found,
     row: int,
 ) -> int:
-    """Write what followed in lanes of the same group, or in those of other groups."""
+    """Write what followed the query's last tokens in lanes of its group, or of other groups."""
     heads, links, blocks, rows = lanes.heads, lanes.links, lanes.blocks, found.rows
     mask, block_mask = lanes.tokens.shape[0] - 1, blocks.shape[0] - 1
     total, oldest = lanes.state[0] << _SHIFT_OF_BLOCK, lanes.state[1] << _SHIFT_OF_BLOCK
     is_of_group, group = first_row == 0, lane[GROUP]
-    too_long = query.shape[0] + 1  # longer matches were written with a longer order
+    too_long = query.shape[0] + 1  # longer matches were written for a longer order
     for index in range(indexed.orders.shape[0]):
         order = indexed.orders[index]
         if query.shape[0] < order:
@@ -590,7 +591,7 @@ def _collect_in(
 
 @kernel(inline="always")
 def _position_before(lanes: Lanes, position: int) -> int:
-    """Return the position before another in its lane, -1 for none."""
+    """Return the previous position in the same lane, -1 for none."""
     if position & (LANE_BLOCK - 1):
         return position - 1
     block = lanes.blocks[(position >> _SHIFT_OF_BLOCK) & (lanes.blocks.shape[0] - 1)]
@@ -601,7 +602,7 @@ def _position_before(lanes: Lanes, position: int) -> int:
 
 @kernel(inline="always")
 def _position_after(lanes: Lanes, position: int) -> int:
-    """Return the position after another in its lane, -1 for none."""
+    """Return the next position in the same lane, -1 for none."""
     block = lanes.blocks[(position >> _SHIFT_OF_BLOCK) & (lanes.blocks.shape[0] - 1)]
     if (position & (LANE_BLOCK - 1)) + 1 < block.used:
         return position + 1
@@ -610,7 +611,7 @@ def _position_after(lanes: Lanes, position: int) -> int:
 
 @kernel(inline="always")
 def _match_lane(lanes: Lanes, position: int, query: NDArray[np.int32]) -> tuple[int, int]:
-    """Count tokens up to a position that match the query's end; return the position before too."""
+    """Count the tokens up to a position that match the query's end; also return where they stop."""
     tokens, mask, length = lanes.tokens, lanes.tokens.shape[0] - 1, 0
     while (
         position >= 0
@@ -624,7 +625,7 @@ def _match_lane(lanes: Lanes, position: int, query: NDArray[np.int32]) -> tuple[
 
 @kernel(inline="always")
 def _copy_lane(lanes: Lanes, position: int, depth: int, out: NDArray[np.int32]) -> int:
-    """Copy what follows a position in its lane, as far as it has been written."""
+    """Copy the tokens after a position in its lane, as far as they are written."""
     tokens, mask, length = lanes.tokens, lanes.tokens.shape[0] - 1, 0
     position = _position_after(lanes, position)
     while position >= 0 and length < depth:
@@ -636,7 +637,7 @@ def _copy_lane(lanes: Lanes, position: int, depth: int, out: NDArray[np.int32]) 
 
 @kernel(inline="always")
 def _similarity_in(lanes: Lanes, position: int, recent: NDArray[np.float32]) -> float:
-    """Return the similarity of the text up to a position of a lane; see `similarity_of`."""
+    """Return the similarity of a lane's text up to a position; see `similarity_of`."""
     overlap = np.float32(1.0)
     for _ in range(WINDOW):
         if position < 0:

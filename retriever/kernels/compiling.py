@@ -42,22 +42,23 @@ def kernel(
 
     If nothing can be cached, each process compiles the functions again.
 
-    Unless a kernel `allocates`, reference counting is off: the arrays' owners outlive the call.
-    Counting took a third of the time of short loops.
+    Reference counting is off unless a kernel `allocates`: the owners of the arrays outlive the
+    call. Counting took a third of the time of short loops.
 
-    No wrapper for passing a kernel as a value to another one is compiled (`no_cfunc_wrapper`).
+    Numba also makes no wrapper for passing a kernel to another one as a value
+    (`no_cfunc_wrapper`).
 
     Functions that sum with `fastmath` are inlined (`forceinline`), and so are their callers up to
-    those that Python calls. Otherwise a callee would be optimized once by itself and again within
-    each caller, possibly with its sums in another order, and both copies would have the same name.
-    A process that compiled would run the first copy, one that loads the caller from disk the
-    second, and their results would differ in the last bits.
+    those that Python calls. Otherwise LLVM would optimize a callee once by itself and again within
+    each caller, possibly with its sums in another order. Both copies would have the same name. A
+    process that compiles the caller would run the first copy, and a process that loads it from disk
+    the second. Their results would differ in the last bits.
 
     Args:
         allocates: whether the kernel creates arrays.
         options: further numba options.
     """
-    compiled: Any = njit  # its stubs lack these options
+    compiled: Any = njit  # its type stubs lack these options
     decorate: Callable[[_Function], Dispatcher[_Function]] = compiled(
         nogil=True, _nrt=allocates, no_cfunc_wrapper=True, **options
     )
@@ -73,7 +74,7 @@ def kernel(
 
 
 class NotKeptError(Exception):
-    """A kernel would have to be compiled where waiting for compilation is not allowed."""
+    """A kernel needs compilation in a place that must not wait for it."""
 
 
 _loads_only: ContextVar[bool] = ContextVar("loads_only", default=False)
@@ -81,7 +82,7 @@ _loads_only: ContextVar[bool] = ContextVar("loads_only", default=False)
 
 @contextmanager
 def only_kept() -> Iterator[None]:
-    """Load kernels that are called in the block from disk, and compile none.
+    """Load the kernels that are called in the block from disk, and compile nothing.
 
     Raises:
         NotKeptError: a kernel is not in the cache.
@@ -102,7 +103,7 @@ def _cache_of(function: Callable[..., Any]) -> Any:
     """Return numba's cache of a kernel, or a no-op cache if no folder is writable."""
     try:
         return _Cache(function)
-    except (RuntimeError, OSError):  # numba found no folder; a limit on open files
+    except (RuntimeError, OSError):  # numba found no folder, or too many files are open
         _not_kept.append(function.__name__)
         return _NoCache()
 
@@ -116,10 +117,10 @@ def can_keep() -> bool:
 
 
 class _NoCache(_NumbaNullCache):  # type: ignore[misc]  # numba has no types
-    """Caches nothing, and logs once what that costs."""
+    """A cache that stores nothing, and logs once what that costs."""
 
     def load_overload(self, *_: object) -> None:
-        """Return nothing: the kernel will be compiled."""
+        """Return None: the kernel will be compiled."""
         _check_may_compile()
         _count_compiled()
         _tell_compiling(is_kept=False)
@@ -129,11 +130,11 @@ class _NoCache(_NumbaNullCache):  # type: ignore[misc]  # numba has no types
 class _Cache(_NumbaCache):  # type: ignore[misc]  # as above
     """Numba's cache on disk; a kernel that cannot be read or saved is compiled, without an error.
 
-    Numba's own cache keys a kernel by the path and stamp of its file alone. But a kernel is
-    compiled together with everything that it calls, and is the same in each environment. So this
-    cache is in the user's cache folder, keyed by a digest of all sources (`_made_of`). If
-    `NUMBA_CACHE_DIR` names another folder, or the user's folder is not writable, kernels are cached
-    where numba does it.
+    Numba's own cache finds a kernel by the path and time stamp of its file alone. But a kernel is
+    compiled together with everything that it calls, and it is the same in each environment. So this
+    cache is in the user's cache folder, under a digest of all sources (`_made_of`). If
+    `NUMBA_CACHE_DIR` names another folder, or the user's folder is not writable, numba chooses the
+    folder.
     """
 
     _cache_file: Any
@@ -158,7 +159,7 @@ class _Cache(_NumbaCache):  # type: ignore[misc]  # as above
         except Exception as error:  # noqa: BLE001  (unpickling damaged files raises anything)
             _log.debug("a cached kernel cannot be read: %s", type(error).__name__)
             with suppress(OSError):
-                self.flush()  # otherwise nothing could be saved in its place
+                self.flush()  # otherwise no new kernel could be saved in its place
         if kept is None:
             _check_may_compile()
             _count_compiled()
@@ -177,12 +178,12 @@ _VERSIONS: Final = (
     f"{sys.version} numba {numba.__version__} {llvmlite.__version__} {np.__version__}"
 )
 _UNUSED_S: Final = 60 * 24 * 3600.0
-"""Kernels of sources or versions that were not used for this long are removed."""
+"""Kernels are removed if their sources or versions were not used for this long."""
 
 
 @cache
 def _made_of(folder: Path) -> str:
-    """Return a digest of what kernels are compiled from: sources and compiler versions.
+    """Return a digest of the inputs of compilation: sources and compiler versions.
 
     Args:
         folder: the folder of a kernel's source. The kernel may use this folder, the folder of this
@@ -200,9 +201,9 @@ def _made_of(folder: Path) -> str:
 
 @cache
 def _folder_of(made_of: str) -> Path | None:
-    """Return the cache folder for kernels of a digest, None if there is no usable one.
+    """Return the cache folder for kernels with a digest, None if there is no usable folder.
 
-    Kernels are code, so a folder that belongs to another user, except root, is not used.
+    Kernels are code. So a folder that belongs to another user, except root, is not used.
     """
     kept = Path(platformdirs.user_cache_dir("foredraft", appauthor=False)) / "kernels"
     folder = kept / made_of[:32]
@@ -221,8 +222,8 @@ def _folder_of(made_of: str) -> Path | None:
 
 @cache
 def _remove_unused(kept: Path) -> None:
-    """Remove kernels that were not used for a long time; runs once per process."""
-    with suppress(OSError):  # it cannot be listed, or another process removes it too
+    """Remove kernels that were not used for a long time; this runs once per process."""
+    with suppress(OSError):  # it cannot be listed, or another process also removes it
         for folder in kept.iterdir():
             if time.time() - folder.stat().st_mtime > _UNUSED_S:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -232,7 +233,7 @@ def _remove_unused(kept: Path) -> None:
 def _tell_no_cache(reason: str) -> None:
     """Log, once for each reason, that kernels cannot be cached."""
     _log.warning(
-        "compiled kernels cannot be kept (%s): each start compiles them again, which takes "
+        "compiled kernels cannot be cached (%s): each start compiles them again, which takes "
         "half a minute; set NUMBA_CACHE_DIR to a folder that this user can write",
         reason,
     )
@@ -240,16 +241,16 @@ def _tell_no_cache(reason: str) -> None:
 
 @cache
 def _tell_compiling(*, is_kept: bool) -> None:
-    """Log, once per process, that kernels are being compiled, which callers wait for.
+    """Log, once per process, that kernels are being compiled while callers wait.
 
-    It is a warning so that programs that set up no logging show it too.
+    It is a warning, so that programs that set up no logging show it too.
     """
-    kept = ", which are then kept" if is_kept else ""
+    kept = ", which are then cached" if is_kept else ""
     _log.warning("compiling kernels for this machine%s: up to a minute of CPU time", kept)
 
 
 def num_compiled() -> int:
-    """Return how many kernels this process has begun to compile, instead of loading them."""
+    """Return how many kernels this process has started to compile instead of loading them."""
     return _num_compiled
 
 
@@ -264,14 +265,14 @@ def _count_compiled() -> None:
 class RareKernels:
     """The kernels of one kind of evidence that few sequences use.
 
-    By default the first call compiles or loads them and waits. A service compiles them in a
-    separate process when they are first wanted, and leaves out their evidence until that is done.
+    By default the first call compiles or loads them, and the caller waits. A service compiles them
+    in a separate process at their first use. Until that is done, it omits their evidence.
 
     Args:
-        name: name of the kind.
+        name: name of the kind of evidence.
 
     Attributes:
-        is_ready: whether they can be called.
+        is_ready: whether the kernels can be called.
     """
 
     def __init__(self, name: str) -> None:
@@ -280,11 +281,11 @@ class RareKernels:
         self._ask: Callable[[RareKernels], None] | None = None
 
     def defer(self, ask: "Callable[[RareKernels], None]") -> None:
-        """Hold back calls until `is_ready` is set; `ask` is called when they are first wanted."""
+        """Prevent calls until `is_ready` is set; `ask` is called at the first use."""
         self.is_ready, self._ask = False, ask
 
     def are_wanted(self) -> bool:
-        """Return whether they can be called now; if not, request them."""
+        """Return whether the kernels can be called now; if not, request them."""
         if not self.is_ready and self._ask is not None:
             ask, self._ask = self._ask, None
             ask(self)
@@ -295,7 +296,7 @@ GROUPS: Final = RareKernels("groups")
 PREDICTIONS: Final = RareKernels("predictions")
 PHRASES: Final = RareKernels("phrases")
 AHEAD: Final = RareKernels("ahead")
-"""Kernels for drafts ahead: drafts after tokens that may come next."""
+"""Kernels for drafts ahead: drafts that assume which tokens come next."""
 
 RARE: Final = {each.name: each for each in (GROUPS, PREDICTIONS, PHRASES, AHEAD)}
 
@@ -311,7 +312,7 @@ def fast_log2(value: float) -> float:
     """Return log2 of a positive float32: exact at powers of two, linear between them.
 
     The error is at most 0.09. As a feature of a learned score, it only needs to be monotonic and
-    cheap: two instructions.
+    cheap: it takes two instructions.
     """
     bits = np.float32(value).view(np.int32)
     return np.float32(bits) * _ONE - np.float32(_BIAS)
@@ -333,7 +334,7 @@ def fast_exp2(value: float) -> float:
 
 @kernel()
 def octaves_below_one(probability: float) -> int:
-    """Return how many times 1 must be halved to be at most a probability; 31 at most."""
+    """Return how often 1 must be halved to be at most a probability; at most 31."""
     exponent = np.int64(np.float32(probability).view(np.int32) >> _MANTISSA_BITS) - _BIAS
     return min(31, max(0, -exponent))
 
@@ -347,11 +348,11 @@ if TYPE_CHECKING:
         ...
 
     def take_number(counter: NDArray[np.int64]) -> int:
-        """Return an array's first number and raise it by one, for any number of threads."""
+        """Return an array's first number and increment it; any number of threads may do so."""
         ...
 
     def add_to(numbers: NDArray[np.int64], index: int, number: int) -> None:
-        """Add to an array's element, counted over all rows, for any number of threads."""
+        """Add to an array's element, by flat index; any number of threads may do so."""
         ...
 
 else:
@@ -374,7 +375,7 @@ else:
 
     @intrinsic
     def take_number(_context: Any, counter: types.Array) -> Any:
-        """Return an array's first number and raise it by one, for any number of threads."""
+        """Return an array's first number and increment it; any number of threads may do so."""
 
         def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
             held = context.make_array(counter)(context, builder, value=arguments[0])
@@ -386,7 +387,7 @@ else:
     def add_to(
         _context: Any, numbers: types.Array, index: types.Integer, number: types.Integer
     ) -> Any:
-        """Add to an array's element, counted over all rows, for any number of threads."""
+        """Add to an array's element, by flat index; any number of threads may do so."""
 
         def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
             held = context.make_array(numbers)(context, builder, value=arguments[0])

@@ -1,17 +1,17 @@
-"""Cursors: the position from which a sequence copies itself, kept across edits.
+"""Cursors: the position from which a sequence copies itself, tracked across edits.
 
 A cursor is the position whose token is expected next. It moves while the text agrees. At an edit (a
-token replaced, inserted or left out) it stays, and positions shortly after it where the last token
-occurs are candidates for resuming the copy: near the cursor, one equal token is stronger evidence
-than elsewhere.
+token replaced, inserted or omitted) it stays. The copy may then resume at positions shortly after
+the cursor where the last token occurs: near the cursor, one equal token is stronger evidence than
+elsewhere.
 
 A sequence has one cursor in itself, and one in each text that it is predicted to follow. The latter
-begin at the start of their texts before any token has agreed, as if a long match had set them.
+start at the beginning of their texts before any token has agreed, as if a long match had set them.
 
 A *trail* also follows what a sequence copies from itself, and records the edits: which tokens of
-the source became which. If the source has the same tokens again, the continuation is offered with
-the edit repeated wherever it applies. So text that is repeated in a JSON string with new escapes,
-or with a name replaced, is copied past every such place.
+the source were replaced by which tokens. If the same tokens occur in the source again, we offer the
+continuation with the edit repeated wherever it applies. So we can copy repeated text past every
+such place, for example text in a JSON string with new escapes, or with a name replaced.
 """
 
 from typing import Any, Final
@@ -26,7 +26,7 @@ from retriever.tree import Source
 
 POSITION, MISSES = 0, 1
 """Fields of a cursor, int64[2]: the expected position (-1 for none), and the number of tokens since
-the last agreement."""
+a token last agreed."""
 
 AGREED: Final = 2
 """Further field of a cursor in another text, int64[3]: number of tokens that have agreed, including
@@ -36,39 +36,39 @@ LONG: Final = 8
 """Shortest match that sets a cursor, in tokens."""
 
 _REACH: Final = 96  # tokens after the cursor in which a copy may resume
-_LOST: Final = 64  # tokens without agreement after which the cursor is given up
+_LOST: Final = 64  # tokens without agreement after which the cursor is dropped
 _MOST: Final = 4  # most matching places that are offered
 _NEAR: Final = 8.0  # count of an occurrence near the cursor
 _BLIND: Final = 0.5  # count of a place where no token agrees
 _EXPECTED: Final = 1.0
-"""Count of a place that a cursor in another text expects: its match is already long. With 8, drafts
+"""Count of a place that a cursor in another text expects; its match is already long. With 8, drafts
 were overconfident: predictions that added no tokens cost 1.3% of the tokens per step."""
 
 NOTED, BEGINNINGS = 3, 4
-"""Further fields of a trail, int64[5]: the number of edits noted so far (new ones replace the
-oldest); and a bit mask, by token id modulo 64, of the tokens with which the old tokens of an edit
-begin. Most tokens are not in the mask and need not be compared."""
+"""Further fields of a trail, int64[5]: the number of edits recorded so far (new ones replace the
+oldest), and a bit mask of the first tokens of all edits, by token id modulo 64. Most tokens are not
+in the mask and need no comparison."""
 
 OLD, OLD_LENGTH, NEW, NEW_LENGTH, TRUST = 0, 1, 2, 3, 4
-"""Fields of an edit, int64[5]: position in the sequence and number of the edited tokens, position
-and number of the tokens that replaced them, and how often the edit was made minus how often not."""
+"""Fields of an edit, int64[5]: position and number of the edited tokens, position and number of the
+tokens that replaced them, and how often the edit was made minus how often it was not."""
 
 TRAIL_SIZE: Final = BEGINNINGS + 1
 EDIT_SIZE: Final = TRUST + 1
 
 # Chosen on agent and edit data outside all reported results. Agents, tokens per step at 32 nodes:
-# 4.74 (4.50 without trails). With 3 or 6 tokens to resume: 4.70 and 4.72; rows that count 1 or 6:
-# 4.72 and 4.73; 64 edits, all trusted: 4.69, and 32: 4.74; edits of 16 tokens: 4.73.
+# 4.74 (4.50 without trails). With 3 or 6 tokens to resume: 4.70 and 4.72. With row counts of 1 or
+# 6: 4.72 and 4.73. With 64 edits, all trusted: 4.69; with 32: 4.74. Edits of 16 tokens: 4.73.
 MOST_EDITS: Final = 16
 LONGEST_EDIT: Final = 8
-"""Most old or new tokens of an edit that is noted."""
+"""Most old or new tokens of a recorded edit."""
 
 RESUMED: Final = 4
 """Tokens that must agree after an edit, near the source, for the trail to resume there."""
 
 _LAST_BIT: Final = 63
 _LONG_ROW: Final = 0  # row of the chains of order `LONG` in a sequence's store
-_TRUSTED: Final = 2  # maximum trust, so that an edit that is no longer made is soon dropped
+_TRUSTED: Final = 2  # maximum trust, so that an edit that stops is soon dropped
 _EDITED: Final = 2.0  # count of an edited continuation
 
 CONTEXT: Final = int(Source.CONTEXT)
@@ -106,12 +106,12 @@ def move_cursor(cursor: NDArray[np.int64], chains: Chains, begin: int) -> None:
 
 @kernel()
 def set_cursor(cursor: NDArray[np.int64], rows: NDArray[Any], num_rows: int) -> None:
-    """Move a cursor to the longest match of at least `LONG` tokens; it prefers its own position.
+    """Move a cursor to the longest match of at least `LONG` tokens; ties go to its own position.
 
     Args:
         cursor: int64[2], updated.
         rows: ROW[max_rows]; the first `num_rows` are the sequence's, in any order. Of equally long
-            matches, the expected one is taken, otherwise the first.
+            matches, we take the expected one, otherwise the first.
         num_rows: number of rows.
     """
     longest, place = 0, -1
@@ -139,10 +139,10 @@ def collect_cursor(
     Args:
         cursor: int64[2].
         chains: chains of the sequence.
-        query: int32[q], its last tokens.
+        query: int32[q], the sequence's last tokens.
         depth: most tokens to copy for each place.
         rows: ROW[max_rows], written from `row` on.
-        continuations: int32[max_rows, max_depth], written likewise.
+        continuations: int32[max_rows, max_depth], written at the same rows.
         row: first free row.
 
     Returns:
@@ -180,7 +180,7 @@ def move_trail(
     After tokens that do not agree, the trail resumes in one of three places: after a known edit,
     once the sequence has repeated all of it; wherever the last `LONG` tokens occurred before; or at
     the nearest place after the source where the last `RESUMED` tokens agree. Without a source, only
-    the second applies.
+    the second place is possible.
 
     Args:
         trail: int64[5], updated.
@@ -237,15 +237,15 @@ def set_trail(
 ) -> None:
     """Move a trail to the longest match of at least `LONG` tokens.
 
-    A trail that still agrees stays unless the match is longer than its agreed tokens, not counting
-    edits.
+    A trail that still agrees stays, unless the match is longer than the number of its agreed
+    tokens, not counting edits.
 
     Args:
         trail: int64[5], updated.
         edits: int64[MOST_EDITS, 5], updated.
         chains: chains of the sequence.
         rows: ROW[max_rows]; the first `num_rows` are the sequence's, in any order. Of equally long
-            matches, the first is taken.
+            matches, we take the first.
         num_rows: number of rows.
     """
     longest, place = np.int64(0), np.int64(-1)
@@ -313,7 +313,7 @@ def collect_trail(
 def _earlier(chains: Chains, position: int) -> int:
     """Return the place after the newest earlier occurrence of the last tokens, -1 for none.
 
-    The `LONG` tokens that end at `position` are searched.
+    The last tokens are the `LONG` tokens that end at `position`.
     """
     distance = chains.links[_LONG_ROW, position]
     first = position - distance - LONG + 1
@@ -331,7 +331,7 @@ def _take(
     end: int,
     match: int,
 ) -> None:
-    """Move the trail to another place; if it is near, the tokens in between were edited."""
+    """Move the trail to another place; if that is nearby, the tokens in between were edited."""
     source = trail[POSITION]
     if source >= 0 and trail[MISSES] > 0 and source < place <= source + _REACH:
         _resume(trail, edits, tokens, place, end, match)
@@ -348,13 +348,13 @@ def _resume(
     end: int,
     match: int,
 ) -> None:
-    """Resume at a later place of the source, and note the edit of the tokens before it.
+    """Resume at a later place of the source, and record the edit of the tokens before it.
 
     Args:
-        trail: int64[5], after which tokens did not agree; updated.
+        trail: int64[5], the trail after tokens that did not agree; updated.
         edits: int64[MOST_EDITS, 5], updated.
-        tokens: int32[capacity], of the sequence.
-        place: where to resume, after the trail.
+        tokens: int32[capacity], the store of the sequence.
+        place: where to resume; it is after the trail.
         end: end of the sequence.
         match: number of tokens that agree before both `place` and `end`.
     """
@@ -377,7 +377,7 @@ def _note_edit(
     new: int,
     new_length: int,
 ) -> None:
-    """Note an edit, or raise its trust if it is known."""
+    """Record an edit, or raise its trust if it is known."""
     for index in range(min(trail[NOTED], edits.shape[0])):
         known = edits[index]
         if (
@@ -405,7 +405,7 @@ def _edit_at(
     place: int,
     end: int,
 ) -> int:
-    """Return the newest trusted edit of the tokens from `place` on, or -1.
+    """Return the newest trusted edit of the tokens that start at `place`, or -1.
 
     The edited tokens must lie before `end`.
     """
@@ -432,9 +432,9 @@ def _begun_edit(
     place: int,
     end: int,
 ) -> int:
-    """Return the newest edit of the tokens from `place` on that has been started, or -1.
+    """Return the newest edit at `place` that the sequence has begun to repeat, or -1.
 
-    Its first new tokens equal the tokens before `end` that did not agree.
+    The edit's first new tokens equal the tokens before `end` that did not agree.
     """
     misses = trail[MISSES]
     if misses > LONGEST_EDIT:
@@ -464,12 +464,12 @@ def _are_equal(tokens: NDArray[np.int32], first: int, second: int, length: int) 
 def move_text_cursors(
     texts: TextCursors, tokens: NDArray[np.int32], new_tokens: NDArray[np.int32]
 ) -> None:
-    """Compare tokens of a sequence with those expected by its cursors in other texts.
+    """Compare new tokens of a sequence with those that its cursors in other texts expect.
 
     Args:
         texts: texts of the store; cursors are updated.
         tokens: int32[capacity], the store, which never wraps; a separator ends each text.
-        new_tokens: int32[n], appended to the sequence.
+        new_tokens: int32[n], the tokens appended to the sequence.
     """
     for text in range(texts.cursors.shape[0]):
         cursor = texts.cursors[text]
@@ -489,13 +489,13 @@ def move_text_cursors(
 def set_text_cursors(texts: TextCursors, rows: NDArray[Any], first: int, end: int) -> None:
     """Move each cursor to the longest match in its text of at least `LONG` tokens.
 
-    A cursor that still agrees stays unless the match is longer than its agreed tokens: if many
-    places are equal, matches cannot tell which one it follows.
+    A cursor that still agrees stays, unless the match is longer than the number of its agreed
+    tokens: if many places are equal, a match cannot show which place the sequence follows.
 
     Args:
         texts: texts of the store; cursors are updated.
         rows: ROW[max_rows]; those from `first` to `end` are of the store, in any order. Of equally
-            long matches, the first is taken.
+            long matches, we take the first.
         first: first row.
         end: end of the rows, exclusive.
     """
@@ -523,11 +523,11 @@ def collect_text_cursors(
     first: int,
     row: int,
 ) -> int:
-    """Write rows for what cursors in other texts expect next.
+    """Write rows for the tokens that cursors in other texts expect next.
 
-    A cursor that agrees expects its position; if there already is a row for that position, it gets
-    the cursor's match length. For other cursors, positions where the copy may resume are offered,
-    as in `collect_cursor`.
+    A cursor that agrees expects its position. If that position already has a row, the row gets the
+    cursor's match length. Other cursors offer positions where the copy may resume, as in
+    `collect_cursor`.
 
     Args:
         texts: texts of the store.
@@ -570,7 +570,7 @@ def collect_text_cursors(
 
 @kernel()
 def _mark_expected(rows: NDArray[Any], first: int, end: int, position: int, match: int) -> bool:
-    """Raise the match of the row at a position to the cursor's; return whether there is one."""
+    """Raise the match length of the row at a position to `match`; return whether it exists."""
     for index in range(first, end):
         row = rows[index]
         if row.position == position:

@@ -1,6 +1,6 @@
 """The kernels that Python calls.
 
-A call from Python often costs more than the work in it, so `step_sequences` does a whole step of
+A call from Python often costs more than the work in it. So `step_sequences` does a whole step of
 any number of sequences: it checks, counts, learns, commits, looks up and grows. The other kernels
 are called rarely.
 """
@@ -56,16 +56,16 @@ from retriever.kernels.succession import call_root, call_root_entries, call_root
 from retriever.tree import MAX_SOURCES, Source
 
 CHECK, OUTCOME, APPEND, CONTEXT, GENERATIONS, CORPUS, TREE = 1, 2, 4, 8, 16, 32, 64
-"""Stages of a step, to be added up, in their order: check the request; count the last tree's
-outcome and learn from it; append the tokens; search each database; and grow the tree from all rows.
-`GENERATIONS` also searches running sequences."""
+"""Stages of a step, in order; a step's stages are a sum of these. They check the request; count the
+last tree's outcome and learn from it; append the tokens; search each database; and grow the tree
+from all rows. `GENERATIONS` also searches running sequences."""
 
 DRAFT: Final = CONTEXT + GENERATIONS + CORPUS + TREE
 """All stages of a draft."""
 
 FITS, BUDGET, PROBABILITY, LENGTH, ROOM, TOKEN = 0, 1, 2, 3, 4, 5
-"""Why a step is refused: a budget or a probability out of bounds, a length that is too large or not
-the sequence's, no room for the tokens in memory, a token outside the vocabulary."""
+"""Why a step is refused: a budget or a probability is out of bounds; a length is too large or not
+the sequence's; memory has no room for the tokens; a token is outside the vocabulary."""
 
 # No literals: a kernel is compiled separately for each literal that it is called with.
 _OWN, _GENERATIONS, _SIBLINGS = (
@@ -83,16 +83,16 @@ def step_sequences(
 ) -> int:
     """Do the steps of n sequences, except those that other threads take.
 
-    A step that is refused changes nothing. `STEP` holds the request and the answer.
+    A refused step changes nothing. `STEP` holds the request and the answer.
 
     Args:
         shared: `Shared`, packed.
         scratch: address of this thread's packed scratch memory.
         steps: int64[n], the address of each sequence's `STEP`.
-        turn: int64[1], the next sequence for any of several threads to take; 0 at first.
+        turn: int64[1], index of the next sequence that any thread may take; 0 at first.
 
     Returns:
-        The last sequence that was taken, -1 for none.
+        The index of the last sequence that this thread took, -1 for none.
     """
     of, last, is_alone = unpack(shared[0], Shared), np.int64(-1), steps.shape[0] == 1
     while True:
@@ -105,7 +105,7 @@ def step_sequences(
 
 @kernel()
 def check_steps(bounds: NDArray[np.int64], steps: NDArray[np.int64]) -> int:
-    """Return the first of n steps that is refused, -1 for none; arguments as above."""
+    """Return the index of the first refused step, -1 for none; arguments as `step_sequences`."""
     for index in range(steps.shape[0]):
         if refusal_of(bounds, record_at(steps[index], STEP)) != FITS:
             return index
@@ -114,7 +114,7 @@ def check_steps(bounds: NDArray[np.int64], steps: NDArray[np.int64]) -> int:
 
 @kernel()
 def first_outside(tokens: NDArray[np.int32], bound: int) -> int:
-    """Return the place of the first token below 0 or not below a bound, -1 for none."""
+    """Return the index of the first token that is negative or not below a bound, -1 for none."""
     for place in range(tokens.shape[0]):
         if tokens[place] < 0 or tokens[place] >= bound:
             return place
@@ -123,7 +123,7 @@ def first_outside(tokens: NDArray[np.int32], bound: int) -> int:
 
 @kernel()
 def refusal_of(bounds: NDArray[np.int64], step: Any) -> int:
-    """Return why a step is refused, `FITS` if it isn't."""
+    """Return why a step is refused, or `FITS`."""
     chains = unpack_at(step.sequence, STORE_LAYOUT, Chains)
     length = chains.state[0] + step.num_tokens
     if step.budget < 0 or step.budget > bounds[BOUNDS.NODES]:
@@ -140,7 +140,7 @@ def refusal_of(bounds: NDArray[np.int64], step: Any) -> int:
 
 @kernel(inline="always")
 def _step(of: Shared, scratch: int, step: Any) -> None:
-    """Do the stages of a sequence's step."""
+    """Run the stages of a sequence's step."""
     stages = step.stages
     tokens = array_at(step.tokens, step.num_tokens, INT32)
     step.learned = 0
@@ -176,11 +176,11 @@ def count_outcome(
     Args:
         nodes: nodes of the tree.
         size: number of nodes.
-        tokens: int32[n], what followed the tree's root.
+        tokens: int32[n], the tokens that followed the tree's root.
         counted: int64[2, MAX_SOURCES], nodes and accepted nodes; written.
 
     Returns:
-        Number of tokens that the tree contained.
+        The number of these tokens that the tree contained.
     """
     for source in range(MAX_SOURCES):
         counted[0, source] = counted[1, source] = 0
@@ -200,7 +200,7 @@ def count_outcome(
 def count(
     counted: NDArray[np.int64], by_source: NDArray[np.int64], by_index: NDArray[np.int64]
 ) -> None:
-    """Add int64[2, MAX_SOURCES] to two other arrays, which other threads may add to as well."""
+    """Add counts, int64[2, MAX_SOURCES], to two arrays; other threads may add at the same time."""
     for kind in range(2):
         for source in range(MAX_SOURCES):
             number = counted[kind, source]
@@ -211,7 +211,7 @@ def count(
 
 @kernel()
 def tree_nodes(address: int, budget: int) -> Grown:
-    """Return the arrays of a tree of at most `budget` nodes; they follow one another in memory."""
+    """Return the arrays of a tree of at most `budget` nodes; they are adjacent in memory."""
     return Grown(
         array_at(address, budget, INT32),
         array_at(address + 4 * budget, budget, INT32),
@@ -231,7 +231,7 @@ def _extend(chains: Chains, orders: Orders, of: Cursor, new_tokens: NDArray[np.i
 
 @kernel(inline="always")
 def _draft(of: Shared, scratch: int, step: Any) -> None:
-    """Do the stages of a draft, and write the tree."""
+    """Run the stages of a draft, and write the tree."""
     stages, row, budget = step.stages, step.row, step.budget
     chains = unpack_at(step.sequence, STORE_LAYOUT, Chains)
     found = unpack_at(scratch, SCRATCH_LAYOUT, Found)
@@ -283,7 +283,7 @@ def collect_own(
     found: Found,
     row: int,
 ) -> int:
-    """Write continuations in the sequence itself, along its trail and near its cursor."""
+    """Write continuations from the sequence itself, from its trail and near its cursor."""
     orders = unpack_at(sequence, STORE_LAYOUT, Orders)
     of = unpack_at(sequence, STORE_LAYOUT, Cursor)
     end = chains_.collect_chains(chains, orders, query, _OWN, _WRAPS, depth, found, row)
@@ -306,7 +306,7 @@ def collect_generations(
     found: Found,
     row: int,
 ) -> int:
-    """Write continuations in generations, and in running sequences, if there are any."""
+    """Write continuations from generations, and from running sequences if there are any."""
     first = row
     row = chains_.collect_chains(
         unpack(outputs[0], Chains), unpack(outputs[0], Orders), query, _GENERATIONS, _ENDS, depth,
@@ -331,7 +331,7 @@ def collect_corpus(
     found: Found,
     row: int,
 ) -> tuple[int, int]:
-    """Write continuations in all segments; return the free row and the longest possible match."""
+    """Write continuations from all segments; return the free row and the longest possible match."""
     match, shortest, least = np.int64(0), np.int64(0), np.int64(0)
     for index in range(segments.shape[0]):
         segment = unpack(segments[index], SegmentArrays)
@@ -346,11 +346,12 @@ def collect_corpus(
 def begin_store(
     store: int, record: NDArray[np.int64], is_inside: NDArray[np.int64], start: int
 ) -> None:
-    """Begin a store in a block of zeros.
+    """Create a store in a block of zeros.
 
     Args:
         store: address of the block.
-        record: int64[n], the packed store for a block at address 0; written at the block's start.
+        record: int64[n], the packed store as if its block had address 0; written at the block's
+            start.
         is_inside: int64[n], 1 for each word that is an address within the block.
         start: position of the first token.
     """
@@ -373,9 +374,9 @@ def begin_filled_store(
     start: int,
     tokens: NDArray[np.int32],
 ) -> None:
-    """Begin a store as `begin_store` does, and append tokens, int32[n].
+    """Create a store as `begin_store` does, and append tokens, int32[n].
 
-    Empty stores have a separate kernel, because opening a drafter needs only that, and this one
+    Empty stores have a separate kernel, because opening a drafter needs only that kernel. This one
     takes three times as long to compile.
     """
     begin_store(store, record, is_inside, start)
@@ -408,15 +409,15 @@ def add_tokens(
 ) -> int:
     """Append tokens to a store that may wrap, and count them in its live table.
 
-    Tokens are appended in parts of at most half of the ring; tokens that a part overwrites are
-    uncounted first.
+    Tokens are appended in parts of at most half of the ring. Before a part overwrites tokens, they
+    are subtracted from the counts.
 
     Args:
         store: address of the store.
         live: int64[sets, WAYS], updated.
         tokens: int32[n].
         counted_from: position of the first token that is counted.
-        margin: how many tokens ahead of being overwritten tokens are uncounted.
+        margin: how many tokens before they are overwritten tokens are subtracted.
 
     Returns:
         The new position of the first token that is counted.
@@ -447,7 +448,7 @@ def suppose_tokens(store: int, tokens: NDArray[np.int32], before: NDArray[np.int
     Args:
         store: address of a sequence's store, with room for the tokens.
         tokens: int32[n].
-        before: int64[n], written: each token's last position before this call.
+        before: int64[n], written: the last position of each token before this call.
     """
     last = unpack_at(store, STORE_LAYOUT, Chains).last
     for index in range(tokens.shape[0]):
@@ -457,7 +458,7 @@ def suppose_tokens(store: int, tokens: NDArray[np.int32], before: NDArray[np.int
 
 @kernel()
 def withdraw_tokens(store: int, tokens: NDArray[np.int32], before: NDArray[np.int64]) -> None:
-    """Remove the tokens that `suppose_tokens` appended; arguments as there."""
+    """Remove the tokens that `suppose_tokens` appended; it has the same arguments."""
     sequence, orders = (
         unpack_at(store, STORE_LAYOUT, Chains),
         unpack_at(store, STORE_LAYOUT, Orders),
@@ -504,7 +505,7 @@ def move_lanes(running: NDArray[Any], grown: NDArray[Any]) -> None:
 
 @kernel()
 def follow_texts(store: NDArray[Any], new_tokens: NDArray[np.int32]) -> None:
-    """Move a sequence's cursors in predicted texts past the tokens that were appended to it."""
+    """Move a sequence's cursors in predicted texts past the tokens just appended to it."""
     cursors.move_text_cursors(
         unpack(store[0], TextCursors), unpack(store[0], Chains).tokens, new_tokens
     )
@@ -519,7 +520,7 @@ def collect_texts(
     scratch: NDArray[Any],
     row: int,
 ) -> int:
-    """Write continuations in predicted texts and at cursors; return the first free row."""
+    """Write continuations from predicted texts and at cursors; return the first free row."""
     texts, found = unpack(store[0], TextCursors), unpack(scratch[0], Found)
     predicted = unpack(store[0], Chains)
     indexed = unpack(store[0], Orders)
@@ -540,7 +541,7 @@ def collect_phrases(
     scratch: NDArray[Any],
     row: int,
 ) -> int:
-    """Write continuations of listed phrases; see `phrase_matching.collect_phrases`."""
+    """Write continuations from listed phrases; see `phrase_matching.collect_phrases`."""
     return phrase_matching.collect_phrases(
         unpack(phrases[0], PhraseArrays), source, longest, max_rows, depth,
         unpack(scratch[0], Found), row,

@@ -1,10 +1,10 @@
-"""The evidence at a node: all candidates for its next token, with features of each.
+"""The evidence at a node: all candidates for the next token, with features of each.
 
 Four kinds of evidence are added up in one pass. The rows that agree with the path give weights.
-The phrase tables, the live table and the chains of the sequence each give counts for contexts of up
-to three tokens. These are interpolated from the shortest context to the longest, each estimate
-backing off to the previous one with a fixed strength (Dirichlet smoothing; MacKay and Peto 1995).
-As that is linear, each count is added once with its coefficient.
+The phrase tables, the live table and the chains of the sequence give counts for contexts of up to
+three tokens. We interpolate these counts from the shortest context to the longest. Each estimate
+backs off to the previous one with a fixed strength (Dirichlet smoothing; MacKay and Peto 1995).
+Since this is linear, each count is added once, multiplied by its coefficient.
 """
 
 from typing import Any, Final
@@ -17,14 +17,14 @@ from retriever.kernels.compiling import kernel, prefetch
 from retriever.kernels.layout import Chains, Evidence, Tables, Traits, Work
 from retriever.kernels.succession import add_followers, add_live, add_successors, set_states
 
-_UNKNOWN_SHARE: Final = 1e-5  # of a token that the tables do not know
+_UNKNOWN_SHARE: Final = 1e-5  # share of a token that is not in the tables
 _SECOND, _THIRD, _FOURTH = np.int64(2), np.int64(3), np.int64(4)  # levels of the tables
 _NEVER: Final = float(1 << 20)  # distance of a token that is not in the sequence
 
 
 @kernel()
 def plant(rows: NDArray[Any], num_rows: int, sequence: Chains, nodes: NDArray[Any]) -> None:
-    """Make candidate 0 the root, with all rows, after the last tokens of a sequence."""
+    """Make candidate 0 the root, with all rows; it stands for the last tokens of a sequence."""
     root, tokens, end = nodes[0], sequence.tokens, sequence.state[0]
     root.token = tokens[end - 1]
     root.before = tokens[end - 2] if end > 1 else -1
@@ -56,17 +56,17 @@ def gather(
     Inner functions take single arrays: passing whole tuples costs more than their work.
 
     Args:
-        rows: ROW[max_rows], weighed evidence; those of the node are divided among its children.
+        rows: ROW[max_rows], weighed evidence; the node's rows are divided among its children.
         continuations: int32[max_rows, max_depth].
-        tables: phrase tables; tokens beyond the vocabulary are left out.
+        tables: phrase tables; tokens beyond the vocabulary are omitted.
         live: int64[sets, WAYS], live table of generations.
         context: chains of the sequence.
         escape: weight of tokens that no row predicts.
-        work: scratch; the node's traits are written, and the children and their evidence from
-            `num_nodes` on.
+        work: scratch; the node's traits are written, as are its children and their evidence from
+            index `num_nodes` on.
         num_slots: size of the table of siblings, a power of two: `slots_for` the rows.
         current: the node.
-        num_nodes: candidates so far.
+        num_nodes: number of candidates so far.
     """
     nodes, evidence, slots, tail = work.nodes, work.evidence, work.slots[:num_slots], work.tail
     values, shares = tables.values, tables.shares
@@ -93,11 +93,11 @@ def gather(
         tables.starts1, tables.tokens2, tables.counts1, tables.counts2, values, _SECOND, known,
         left, shares.shape[0], nodes, evidence, slots, current, end, traits,
     )  # fmt: skip
-    for child in range(num_nodes, end):  # most of the candidates: read by `_estimate`
+    for child in range(num_nodes, end):  # these are most candidates; `_estimate` reads their shares
         prefetch(shares, nodes[child].token)
-        prefetch(context.last, nodes[child].token & (context.last.shape[0] - 1))  # by `_date`
+        prefetch(context.last, nodes[child].token & (context.last.shape[0] - 1))  # for `_date`
     left = np.float32(1.0)
-    # Usually no token that shares its entry of `last` has occurred yet.
+    # Usually `last` shows that the token has not occurred in the sequence.
     occurs = context.last[node.token & (context.last.shape[0] - 1)] >= 0
     for order in (2, 1):
         end, left = add_followers(
@@ -156,7 +156,7 @@ def _date(
     first: int,
     end: int,
 ) -> None:
-    """Note how many tokens ago each candidate occurred in the sequence."""
+    """Write how many tokens ago each candidate occurred in the sequence."""
     mask = last.shape[0] - 1
     for child in range(first, end):
         position = last[nodes[child].token & mask]

@@ -1,9 +1,9 @@
 """Records shared by kernels, the scratch memory of a draft, and packing of arrays for calls.
 
 Passing an array from Python takes up to 0.2 microseconds, and a draft uses about fifty arrays. So
-the arrays of named tuples are packed into one record of their addresses, and a kernel unpacks the
-named tuples that it needs. The packing side must keep the arrays alive and in place while the
-record is in use.
+we pack the arrays of named tuples into one record of their addresses. A kernel unpacks the named
+tuples that it needs. The caller must keep the arrays alive and in place while the record is in
+use.
 """
 
 import math
@@ -28,7 +28,7 @@ _Arrays = TypeVar("_Arrays", bound=NamedTuple)
 def pack(*tuples: NamedTuple) -> NDArray[Any]:
     """Return one record: the address and shape of each C-contiguous array.
 
-    For each array, it also has an unset field of the element type, from which `unpack` takes it.
+    For each array, the record also has an unset field of its element type, which `unpack` reads.
 
     Args:
         tuples: named tuples of arrays; no two arrays have the same name.
@@ -59,10 +59,10 @@ _exported: Final = c_char.from_buffer
 
 @cache
 def _layout(kinds: tuple[tuple[str, int, np.dtype[Any]], ...]) -> tuple[np.dtype[Any], list[int]]:
-    """Return the type of the record for arrays of these names, dimensions and elements.
+    """Return the type of the record for arrays with these names, dimensions and element types.
 
-    Also returns the place of each array in it, in words of eight bytes. Equal types share one
-    object, because a kernel that is called with a different object takes a microsecond to compare.
+    Also returns the offset of each array in the record, in words of eight bytes. Equal types share
+    one object: numba needs a microsecond to compare an argument type that is a different object.
 
     Raises:
         ValueError: two arrays have the same name.
@@ -83,11 +83,11 @@ def _layout(kinds: tuple[tuple[str, int, np.dtype[Any]], ...]) -> tuple[np.dtype
 if TYPE_CHECKING:
 
     def unpack(record: Any, kind: type[_Arrays]) -> _Arrays:
-        """Return those arrays of a record that are fields of a named tuple."""
+        """Return the arrays of a record that are fields of the named tuple `kind`."""
         ...
 
     def unpack_at(address: int, layout: np.dtype[Any], kind: type[_Arrays]) -> _Arrays:
-        """Unpack as `unpack` does, from a record of this layout at an address."""
+        """Do what `unpack` does, for a record of this layout at an address."""
         ...
 
     def record_at(address: int, layout: np.dtype[Any]) -> Any:
@@ -102,7 +102,7 @@ else:
 
     @intrinsic
     def unpack(_context: Any, record: types.Record, kind: types.NamedTupleClass) -> Any:
-        """Return those arrays of a record that are fields of a named tuple."""
+        """Return the arrays of a record that are fields of the named tuple `kind`."""
         result, generate = _unpacking(record, kind)
         return result(record, kind), generate
 
@@ -110,7 +110,7 @@ else:
     def unpack_at(
         _context: Any, address: types.Integer, layout: types.DType, kind: types.NamedTupleClass
     ) -> Any:
-        """Unpack as `unpack` does, from a record of this layout at an address."""
+        """Do what `unpack` does, for a record of this layout at an address."""
         result, at_record = _unpacking(layout.dtype, kind)
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -191,13 +191,13 @@ def _array_at(
 
 
 CACHE_LINE: Final = 64
-"""Bytes that memory transfers at once."""
+"""Number of bytes that memory transfers at once."""
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> NDArray[Any]:
-    """Return zeros aligned to a cache line, so that records of its size occupy one line each.
+    """Return zeros aligned to a cache line, so that records of that size occupy one line each.
 
-    Numpy aligns its own arrays to 16 bytes, where such records would span two lines.
+    Numpy aligns its own arrays to only 16 bytes, so such records would cross lines.
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.zeros(size + CACHE_LINE, np.uint8)
@@ -206,24 +206,24 @@ def aligned_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> NDArray[Any]:
 
 
 MAX_MATCH: Final = 32
-"""Match lengths are counted up to this many tokens."""
+"""Longest match that is counted, in tokens."""
 
 FEW: Final = 128
-"""Up to this many occurrences in a segment are all read to find those of longer matches. These
-reads overlap, while the reads of a search wait for each other: 32 and 64 are slower, 256 is no
-faster."""
+"""If an end of the query has at most this many occurrences in a segment, we read them all to find
+longer matches. These reads overlap, but the reads of a search wait for each other. 32 and 64 are
+slower, and 256 is no faster."""
 
 RECENT_SIZE: Final = 1 << 12
-"""Entries in the table of recent tokens, by token id modulo the size."""
+"""Entries in the table of recent tokens; the index is the token id modulo this size."""
 
 MAX_FOLLOWERS: Final = 8
-"""Most occurrences in the sequence that are read for one node."""
+"""Most occurrences in the sequence that we read for one node."""
 
 NUM_RANKS: Final = 256
-"""Number of ranks that probabilities are sorted into, each a sixteenth of an octave."""
+"""Number of ranks for sorting probabilities; a rank covers a sixteenth of an octave."""
 
 MAX_SUCCESSORS: Final = 92
-"""Most candidates of a node that no row predicts: 64 from the phrase tables, 12 from the sequence
+"""Most candidates of a node that are not from rows: 64 from the phrase tables, 12 from the sequence
 and 16 from generations."""
 
 NUM_TABLE_ORDERS: Final = 3
@@ -232,26 +232,26 @@ NUM_TABLE_ORDERS: Final = 3
 ROW: Final = np.dtype(
     [
         ("length", np.int32),  # tokens in the row's continuation
-        ("match", np.int32),  # tokens that matched before it
-        ("source", np.int32),  # database that it comes from
+        ("match", np.int32),  # tokens that matched before the continuation
+        ("source", np.int32),  # database that the row comes from
         ("next", np.int32),  # next row at the same node of the tree, -1 for none
-        ("position", np.int64),  # of the continuation in its store; set by chains and cursors only
-        ("count", np.float64),  # occurrences that the row stands for
-        ("weight", np.float64),  # its share in the prediction
-        ("similarity", np.float64),  # 1 or more: how similar the text before it is to the context
+        ("position", np.int64),  # the continuation's position in its store; chains and cursors only
+        ("count", np.float64),  # number of occurrences that the row represents
+        ("weight", np.float64),  # the row's share in the prediction
+        ("similarity", np.float64),  # 1 or more: similarity of the text before it to the context
     ],
     align=True,
 )
-"""One occurrence of the context's end; what followed it is in `continuations`."""
+"""One occurrence of the context's end; `continuations` holds the tokens after it."""
 
 NODE: Final = np.dtype(
     [
         ("token", np.int32),
         ("before", np.int32),  # the token before it in the sequence, -1 for none
-        ("earlier", np.int32),  # the one before that
+        ("earlier", np.int32),  # the token before that
         ("pair", np.int32),  # entry of (before, token) in the phrase tables; -1: none, -2: unknown
         ("triple", np.int32),  # entry of (earlier, before, token)
-        ("parent", np.int32),  # candidate above, 0 for the root
+        ("parent", np.int32),  # its parent candidate, 0 for the root
         ("depth", np.int32),
         ("first_row", np.int32),
         ("last_row", np.int32),
@@ -260,9 +260,9 @@ NODE: Final = np.dtype(
         ("place", np.int32),  # index in the tree, -1 for the root and for nodes outside it
         ("source", np.int16),
         ("dominant", np.int16),  # database of the longest match that agrees with the path
-        ("first_child", np.int32),  # its candidates are first_child to end_child
-        ("end_child", np.int32),  # 0 until they are considered
-        ("heaviest", np.float32),  # weight of its heaviest row, which gives its source
+        ("first_child", np.int32),  # its children are candidates first_child to end_child
+        ("end_child", np.int32),  # 0 until its children are computed
+        ("heaviest", np.float32),  # weight of its heaviest row, which determines its source
         ("probability", np.float32),
     ],
     align=True,
@@ -271,14 +271,14 @@ NODE: Final = np.dtype(
 
 
 class _EvidenceColumns(NamedTuple):
-    """Columns of the evidence about candidates: sums at first, features once a node is complete."""
+    """Columns of evidence about candidates: sums at first, features once all rows are added."""
 
-    ROWS: int = 0  # weight of the candidate's rows, later the probability that they give it
+    ROWS: int = 0  # weight of the candidate's rows, later their probability for the candidate
     LIVE: int = 1  # the tables' estimate, corrected by generations and the sequence
     CORPUS: int = 2  # the phrase tables' estimate
     SIMILAR: int = 3  # like ROWS, but occurrences in similar text count more
     RECENCY: int = 4  # distance to the candidate's last occurrence in the sequence
-    UNIGRAM: int = 5  # its share in the corpus
+    UNIGRAM: int = 5  # the candidate's share in the corpus
     SIZE: int = 6
     WIDTH: int = 8  # padded, so that a row is half a cache line
 
@@ -287,7 +287,7 @@ Evidence: Final = _EvidenceColumns()
 
 
 class _TraitColumns(NamedTuple):
-    """Columns of the features of a whole node: the amount of evidence of each kind."""
+    """Columns of a node's features: the amount of evidence of each kind."""
 
     MATCH: int = 0
     DEPTH: int = 1
@@ -321,9 +321,9 @@ WEIGHTS: Final = np.dtype(
         ("escape", np.float32, (MAX_SOURCES, MATCH_BUCKETS, DEPTH_BUCKETS)),
     ]
 )
-"""How evidence is mixed: one hidden layer scores a candidate, another scores the escape, "none of
-these"; `escape` adds a bias to the latter by dominant source, length of its match and depth. Scores
-are logarithms to the base 2. `retriever.predict.weights` defines the stored form."""
+"""Weights that mix evidence. One hidden layer scores a candidate. Another scores the escape, "none
+of these". `escape` adds a bias to the escape score, by dominant source, match length and depth.
+Scores are logarithms to base 2. `retriever.predict.weights` defines the stored form."""
 
 PRIOR: Final = np.dtype(
     [
@@ -339,16 +339,16 @@ SEGMENT_LIMITS: Final = np.dtype(
         ("source", np.int64),  # database that rows are marked with
         ("shortest", np.int64),  # shortest match to look for; 1 or more
         ("samples", np.int64),  # most occurrences to read for each match length
-        ("enough", np.int64),  # no shorter matches are searched once a length occurs this often
+        ("enough", np.int64),  # shorter matches are not searched once a length occurs this often
         ("key_stride", np.int64),  # distance between suffixes that have a key
-        ("key_bits", np.int64),  # bits of each token in a key
+        ("key_bits", np.int64),  # number of bits for each token in a key
     ]
 )
-"""How a segment of the corpus is searched."""
+"""Parameters for searching a segment of the corpus."""
 
 
 class Tables(NamedTuple):
-    """The arrays of phrase tables (`indexer.reader.PhraseTables`) as kernels take them."""
+    """The arrays of phrase tables (`indexer.reader.PhraseTables`) in the form that kernels take."""
 
     starts1: NDArray[np.uint32]
     starts2: NDArray[np.uint32]
@@ -360,9 +360,9 @@ class Tables(NamedTuple):
     counts2: NDArray[np.uint8]
     counts3: NDArray[np.uint8]
     counts4: NDArray[np.uint8]
-    values: NDArray[np.float32]  # float32[256], the count that each code stands for
+    values: NDArray[np.float32]  # float32[256], the count that each code represents
     shares: NDArray[np.float32]  # float32[vocabulary], share of each token in the corpus
-    rarity: NDArray[np.float32]  # float32[vocabulary], 0 for frequent tokens to 1 for rare ones
+    rarity: NDArray[np.float32]  # float32[vocabulary], from 0 (frequent token) to 1 (rare token)
 
 
 class Chains(NamedTuple):
@@ -373,10 +373,10 @@ class Chains(NamedTuple):
         heads: int32[orders, buckets], low 31 bits of the newest position of each bucket, -1 for
             none.
         links: int32[orders, capacity], distance to the previous position, 0 for none.
-        state: int64[3], the next position, where the current document began, and the oldest
+        state: int64[3], the next position, the start of the current document, and the oldest
             position that may be read.
-        last: int32[power of two], position of the last token whose id is this modulo the size, -1
-            for none; kept for a sequence only, whose ring never wraps.
+        last: int32[power of two], last position of the tokens whose id modulo the size is this
+            index, -1 for none. Only used for sequences, whose rings never wrap.
     """
 
     tokens: NDArray[np.int32]
@@ -390,8 +390,8 @@ class Orders(NamedTuple):
     """The n-grams that a store indexes.
 
     Attributes:
-        orders: int64[orders], their lengths, longest first.
-        max_rows: int64[orders], most rows that each may add to a draft.
+        orders: int64[orders], lengths of the n-grams, longest first.
+        max_rows: int64[orders], most rows that each order may add to a draft.
     """
 
     orders: NDArray[np.int64]
@@ -399,18 +399,18 @@ class Orders(NamedTuple):
 
 
 LANE_BLOCK: Final = 16
-"""Tokens in a block of a lane: a power of two. Other groups of a tenant see only whole blocks."""
+"""Tokens in a block of a lane, a power of two. Other groups of a tenant see only full blocks."""
 
 BLOCK: Final = np.dtype(
     [
         ("number", np.int64),  # number of the block stored here, from 0
         ("previous", np.int64),  # number of its lane's previous block, -1 for none
         ("next", np.int64),  # number of its lane's next block, -1 for none
-        ("lane", np.int64),  # number of its lane, -1 once that is withdrawn
-        ("group", np.int64),  # of its lane, more than 0
-        ("version", np.int64),  # of the model that writes its lane, -1 if not stated
-        ("used", np.int32),  # tokens in it
-        ("skipped", np.int32),  # tokens in it from the prompt: no n-gram that ends there is linked
+        ("lane", np.int64),  # number of its lane, -1 after the lane is withdrawn
+        ("group", np.int64),  # group of its lane, more than 0
+        ("version", np.int64),  # version of the model that writes its lane, -1 if not stated
+        ("used", np.int32),  # number of tokens in it
+        ("skipped", np.int32),  # number of prompt tokens in it; no n-gram that ends there is linked
         ("is_shared", np.int32),  # whether all groups may see it once it is full
     ],
     align=True,
@@ -421,19 +421,19 @@ BLOCK: Final = np.dtype(
 class Lanes(NamedTuple):
     """Texts that are written concurrently, in blocks of one ring; see `kernels.chains`.
 
-    Positions are absolute: block n begins at n * LANE_BLOCK, and its place in the ring is that
-    modulo the capacity. With n orders of n-grams (`Orders`), the first n rows link n-grams of one
-    group, and the next n rows those that all groups may see.
+    Positions are absolute: block n starts at n * LANE_BLOCK, and the index in the ring is the
+    position modulo the capacity. With n orders of n-grams (`Orders`), the first n rows link n-grams
+    of one group. The next n rows link n-grams that all groups may see.
 
     Attributes:
         tokens: int32[capacity], the ring; the capacity is a power of two.
         heads: int32[2 * orders, buckets], low 31 bits of the position that was linked last in each
             bucket, -1 for none.
-        links: int32[2 * orders, capacity], distance back to the previously linked position of the
-            bucket; negative if that position is later, 0 for none.
+        links: int32[2 * orders, capacity], distance back to the bucket's previously linked
+            position; negative if that position is later, 0 for none.
         blocks: BLOCK[capacity / LANE_BLOCK].
-        state: int64[3], the number of the next block, the number of the oldest that may be read,
-            and how many blocks belong to a lane.
+        state: int64[3], the number of the next block, the number of the oldest block that may be
+            read, and how many blocks belong to a lane.
     """
 
     tokens: NDArray[np.int32]
@@ -444,13 +444,13 @@ class Lanes(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """A lane: int64[6], with the fields in `kernels.chains`."""
+    """A lane: int64[6], with the fields defined in `kernels.chains`."""
 
     lane: NDArray[np.int64]
 
 
 class Cursor(NamedTuple):
-    """Where a sequence is being copied from, and how the copy is edited; see `kernels.cursors`.
+    """The place from which a sequence is copied, and its edits; see `kernels.cursors`.
 
     Attributes:
         cursor: int64[2].
@@ -464,11 +464,11 @@ class Cursor(NamedTuple):
 
 
 class TextCursors(NamedTuple):
-    """Where a sequence follows other texts, which are in one store; see `kernels.cursors`.
+    """The places at which a sequence follows texts of one store; see `kernels.cursors`.
 
     Attributes:
         cursors: int64[texts, 3].
-        starts: int64[texts + 1], where each text begins in the store; the last is its end.
+        starts: int64[texts + 1], the start of each text in the store, and the end of the last.
     """
 
     cursors: NDArray[np.int64]
@@ -476,19 +476,20 @@ class TextCursors(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The data that a tenant's sequences are drafted from, except databases without a stage.
+    """The data from which a tenant's sequences are drafted, except databases without a stage.
 
     Attributes:
         bounds: int64[3], by the fields of `BOUNDS`.
         by_source: int64[2, MAX_SOURCES], nodes and accepted nodes of all drafts.
-        by_accepted: int64[MAX_POSITIONS + 2], drafts by number of accepted tokens, where the last
-            but one counts drafts with MAX_POSITIONS or more; then the tokens that followed.
+        by_accepted: int64[MAX_POSITIONS + 2]. First come counts of drafts by number of accepted
+            tokens; the last of them counts drafts with MAX_POSITIONS or more. The final entry
+            counts the tokens that followed drafts.
         by_index: int64[2, MAX_SOURCES], like `by_source`, for drafts from these indexes.
         outputs: the store of generations, packed: one record of `STORE_LAYOUT`.
         live: int64[sets, WAYS], live table of generations.
         versions: int64[n, 2], the model versions that wrote the generations; see
             `chains.fade_rows`.
-        running: `Lanes` and their `Orders`, packed: outputs of running sequences. No record if no
+        running: `Lanes` and their `Orders`, packed: outputs of running sequences. Empty if no
             sequence has a group.
         segments: `SegmentArrays` of each segment of the corpus, packed; all of one type.
         tables: `Tables`, packed.
@@ -513,14 +514,14 @@ class _Bounds(NamedTuple):
 
     NODES: int = 0  # most nodes of a tree
     TOKENS: int = 1  # most tokens of a sequence
-    VOCABULARY: int = 2  # token ids are below it
+    VOCABULARY: int = 2  # number of token ids; all ids are less
     SIZE: int = 3
 
 
 BOUNDS: Final = _Bounds()
 
 MAX_POSITIONS: Final = 16
-"""Draft positions that are counted separately: engines verify at most about this many tokens."""
+"""Draft positions that are counted separately; engines verify at most about this many tokens."""
 
 STEP: Final = np.dtype(
     [
@@ -529,26 +530,26 @@ STEP: Final = np.dtype(
         ("lane", np.int64),  # address of its packed lane
         ("stages", np.int64),  # what to do; see `entries`
         ("row", np.int64),  # first free row
-        ("tokens", np.int64),  # address of int32[num_tokens], the tokens that followed
+        ("tokens", np.int64),  # address of int32[num_tokens], the tokens after the last draft
         ("num_tokens", np.int64),
-        ("length", np.int64),  # of the whole sequence, including them
+        ("length", np.int64),  # length of the whole sequence, including these tokens
         ("budget", np.int64),  # most nodes of the tree, and most tokens to copy
-        ("min_probability", np.float64),  # less probable nodes are not considered
+        ("min_probability", np.float64),  # less probable nodes are skipped
         ("rate", np.float64),  # learning rate; 0 to learn nothing
-        # Kept between calls; drafts ahead have a separate record.
+        # Stays between calls; drafts ahead have a separate record.
         ("longest", np.int64),  # no match in the corpus is longer than this
         ("tree", np.int64),  # address of the last tree; see `tree_nodes`
-        ("tree_size", np.int64),  # its nodes; -1 once its outcome was counted
+        ("tree_size", np.int64),  # number of its nodes; -1 after its outcome was counted
         ("tree_budget", np.int64),  # its budget
         # Answer.
         ("refusal", np.int64),  # why nothing was done, 0 if not refused
-        ("size", np.int64),  # nodes of the tree
+        ("size", np.int64),  # number of nodes of the tree
         ("num_rows", np.int64),  # first free row afterwards
-        ("learned", np.int64),  # nodes that were learned from
+        ("learned", np.int64),  # number of nodes that were learned from
     ]
 )
-"""A sequence's request to a kernel and the answer; kept per sequence, so that calls have few
-arguments."""
+"""A sequence's request to a kernel, and the answer. Each sequence has one record, so that calls
+need few arguments."""
 
 INT32: Final = np.dtype(np.int32)
 INT64: Final = np.dtype(np.int64)
@@ -563,12 +564,12 @@ class Priors(NamedTuple):
 
 
 class SegmentArrays(NamedTuple):
-    """The arrays of a segment of the corpus, and how it is searched; see `kernels.suffixes`."""
+    """The arrays of a segment of the corpus, and how to search it; see `kernels.suffixes`."""
 
     tokens: NDArray[Any]
     suffixes: NDArray[Any]
     starts: NDArray[Any]
-    keys: NDArray[np.uint64]  # uint64[0] where the segment has none
+    keys: NDArray[np.uint64]  # uint64[0] if the segment has none
     limits: NDArray[Any]  # SEGMENT_LIMITS[1]
 
 
@@ -577,10 +578,10 @@ class PhraseArrays(NamedTuple):
 
     Attributes:
         tokens: int32[tokens of all phrases].
-        starts: int64[phrases + 1], where in `tokens` each phrase begins.
-        first_phrases: int32[beginnings], the first phrase that starts with each.
-        last_phrases: int32[beginnings], the last one that does.
-        lengths: int32[beginnings], in tokens.
+        starts: int64[phrases + 1], where in `tokens` each phrase starts.
+        first_phrases: int32[beginnings], the first phrase that starts with each beginning.
+        last_phrases: int32[beginnings], the last phrase that starts with it.
+        lengths: int32[beginnings], length of the beginning in tokens.
         shorter: int32[beginnings].
     """
 
@@ -593,18 +594,18 @@ class PhraseArrays(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The rows of evidence that a draft grows from, and the scratch used to find them."""
+    """The rows of evidence from which a draft grows, and the scratch arrays for finding them."""
 
     rows: NDArray[Any]  # ROW[max_rows]
-    continuations: NDArray[np.int32]  # int32[max_rows, max_depth], what followed each occurrence
-    recent: NDArray[np.float32]  # float32[RECENT_SIZE], rarity of the last tokens, 0 for others
+    continuations: NDArray[np.int32]  # int32[max_rows, max_depth], tokens after each occurrence
+    recent: NDArray[np.float32]  # float32[RECENT_SIZE], rarity of recent tokens, 0 for others
     marked: NDArray[np.int32]  # int32[MAX_MATCH], the tokens that are marked in `recent`
     counts: NDArray[np.float64]  # float64[MAX_MATCH + 1], evidence by match length
     matches: NDArray[np.int32]  # int32[FEW], lengths of matches in a segment
 
 
 class Grown(NamedTuple):
-    """The nodes of the tree, in the order in which they were taken."""
+    """The nodes of the tree, in the order in which they were added."""
 
     token_ids: NDArray[np.int32]  # int32[max_depth]
     parents: NDArray[np.int32]  # int32[max_depth]
@@ -613,17 +614,17 @@ class Grown(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The scratch arrays in which a tree grows."""
+    """The scratch arrays for growing a tree."""
 
     nodes: NDArray[Any]  # NODE[max_nodes]
     evidence: NDArray[np.float32]  # float32[max_nodes, Evidence.WIDTH]
     shares: NDArray[np.float32]  # float32[max_nodes], probability given the parent
-    traits: NDArray[np.float32]  # float32[max_depth + 1, Traits.SIZE], by place in the tree + 1
+    traits: NDArray[np.float32]  # float32[max_depth + 1, Traits.SIZE], by index in the tree + 1
     heap: NDArray[np.int64]  # int64[max_nodes], candidates that are not in the tree yet
     ranks: NDArray[np.int32]  # int32[NUM_RANKS], candidates on the heap by their probability
     slots: NDArray[np.int32]  # int32[power of two], never full; all -1 between calls
     tail: NDArray[np.int32]  # int32[3], the last tokens before a candidate
-    followers: NDArray[np.int32]  # int32[MAX_FOLLOWERS], what followed them in the sequence
+    followers: NDArray[np.int32]  # int32[MAX_FOLLOWERS], the tokens after `tail` in the sequence
     sums: NDArray[np.float32]  # float32[HIDDEN], inputs of the hidden units
     counted: NDArray[np.int64]  # int64[2, MAX_SOURCES], nodes and accepted nodes of one draft
 
@@ -634,7 +635,7 @@ class Scratch:
     Args:
         max_depth: most nodes of a tree, and tokens of a continuation.
         max_rows: most rows of evidence.
-        max_nodes: most candidates that are considered.
+        max_nodes: most candidates of a draft.
         prior: PRIOR[1], weights of rows before mixing; zeros if not given.
 
     Attributes:
@@ -684,7 +685,7 @@ class Scratch:
 
     @property
     def continuations(self) -> NDArray[np.int32]:
-        """int32[max_rows, max_depth], what followed each occurrence."""
+        """int32[max_rows, max_depth], the tokens after each occurrence."""
         return self.found.continuations
 
 

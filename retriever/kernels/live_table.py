@@ -1,10 +1,10 @@
-"""The live table: counts of successors of the last two and three tokens in the ring.
+"""The live table: counts of the tokens that follow the last two and three tokens in the ring.
 
 The table has sets of eight entries, one set per cache line. A context's hash chooses its set. An
 entry packs a check of the context (15 bits), a count (15 bits) and the token that followed (32
-bits); 0 is free. If a set is full, a new entry lowers the smallest count by one and replaces that
-entry once the count reaches zero. With this rule of Misra and Gries, counts are never too high and
-stale entries fade.
+bits). The value 0 is a free entry. If a set is full, a new entry lowers the smallest count by one,
+and replaces that entry once its count is zero. With this rule of Misra and Gries, counts are never
+too high, and stale entries disappear.
 """
 
 from typing import Final
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from retriever.kernels.compiling import kernel, prefetch
 
 WAYS: Final = 8
-"""Entries in a set."""
+"""Number of entries in a set."""
 
 SHORTEST, LONGEST = 2, 3
 """Lengths of the contexts in the table."""
@@ -32,7 +32,7 @@ _MAX_CHECK: Final = 0x7FFF
 
 @kernel()
 def hash_context(tail: NDArray[np.int32], order: int) -> int:
-    """Return 63 bits for the last `order` tokens of int32[3]."""
+    """Return 63 hash bits for the last `order` tokens of a tail, int32[3]."""
     key = np.uint64(order)
     for index in range(LONGEST - order, LONGEST):
         key = (key ^ np.uint64(tail[index])) * _MULTIPLIER
@@ -44,15 +44,15 @@ def hash_context(tail: NDArray[np.int32], order: int) -> int:
 def count_tokens(
     table: NDArray[np.int64], tokens: NDArray[np.int32], begin: int, end: int, step: int
 ) -> None:
-    """Count the successors of a range of tokens, or uncount them.
+    """Count the tokens of a range as successors, or subtract them.
 
     Args:
-        table: int64[sets, WAYS], sets a power of two; updated.
-        tokens: int32[capacity], a ring with a separator (-1) after each document; capacity a power
-            of two.
-        begin: position of the first successor. Its context is what precedes it in its document.
-        end: position after the last one.
-        step: 1 to count, -1 to uncount.
+        table: int64[sets, WAYS], the number of sets is a power of two; updated.
+        tokens: int32[capacity], a ring with a separator (-1) after each document; capacity is a
+            power of two.
+        begin: position of the first successor. Its context is the text before it in its document.
+        end: position after the last successor.
+        step: 1 to count, -1 to subtract.
     """
     keys = np.empty((_BLOCK, _ORDERS), np.int64)
     tail = np.empty(LONGEST, np.int32)
@@ -116,7 +116,7 @@ def _count(table: NDArray[np.int64], key: int, token: int, step: int) -> None:
 
 @kernel(inline="always")
 def _place_of(ways: NDArray[np.int64], uncounted: int) -> int:
-    """Return the way that holds an entry, given without its count; -1 if there is none.
+    """Return the index of an entry in its set, ignoring the count; -1 if it is not there.
 
     There are no branches, because mispredictions took half of the time to add an output.
     """
@@ -130,7 +130,7 @@ def _place_of(ways: NDArray[np.int64], uncounted: int) -> int:
 
 @kernel(inline="always")
 def _least_of(ways: NDArray[np.int64]) -> int:
-    """Return the first way with the smallest count."""
+    """Return the first index with the smallest count."""
     least = np.int64(_MAX_COUNT * WAYS + WAYS)
     for way in range(WAYS):
         least = min(least, ((ways[way] >> _COUNT_SHIFT) & _MAX_COUNT) * WAYS + way)
@@ -139,7 +139,7 @@ def _least_of(ways: NDArray[np.int64]) -> int:
 
 @kernel()
 def check_of(key: int) -> int:
-    """Return the 15 bits that distinguish contexts of one set."""
+    """Return the 15 bits that distinguish contexts of the same set."""
     return (key >> 40) & _MAX_CHECK
 
 
@@ -150,7 +150,7 @@ def _entry(check: int, count: int, token: int) -> int:
 
 @kernel()
 def entry_count(entry: int, check: int) -> int:
-    """Return the count of an entry, or 0 if it is free or of another context."""
+    """Return the count of an entry, or 0 if it is free or belongs to another context."""
     is_counted = (entry != 0) & (entry >> _CHECK_SHIFT == check)  # branchless: unpredictable
     return ((entry >> _COUNT_SHIFT) & _MAX_COUNT) * is_counted
 

@@ -1,10 +1,10 @@
-"""The mixer: a small network scores candidates from their evidence, and learns online.
+"""The mixer: a small network that scores candidates from their evidence, and learns online.
 
 One hidden layer computes a candidate's score from the logarithms of its evidence and of its node's
-amount of evidence. The escape, "none of these", also has a score, computed from the latter alone. A
-softmax (to the base 2) turns the scores into probabilities. This is the log-linear mixing of
-context-mixing compressors (Mahoney 2005) with a hidden layer, which models interactions between
-kinds of evidence. Each outcome moves the weights one gradient step on its log loss, which
+amount of evidence. The escape, "none of these", also has a score, computed from the node's amount
+of evidence alone. A softmax (to base 2) turns the scores into probabilities. This is the log-linear
+mixing of context-mixing compressors (Mahoney 2005) with a hidden layer, which models interactions
+between kinds of evidence. Each outcome moves the weights by one gradient step on its log loss. This
 calibrates the probabilities to the current text.
 """
 
@@ -17,10 +17,10 @@ from retriever.kernels.compiling import fast_exp2, fast_log2, kernel
 from retriever.kernels.layout import DEPTH_BUCKETS, HIDDEN, MATCH_BUCKETS, Evidence, Traits, Work
 
 _FAST: Final = {"contract", "reassoc", "nsz"}
-"""Allowed optimizations of sums: they are vectorized, in an order of the compiler's choice. See
-`kernel` for why such functions and their callers are inlined."""
+"""Optimizations allowed in sums: the compiler vectorizes them and chooses their order. `kernel`
+explains why such functions and their callers are inlined."""
 
-_LEAST_GRADIENT: Final = np.float32(0.002)  # smaller ones are skipped: saves time
+_LEAST_GRADIENT: Final = np.float32(0.002)  # smaller gradients are skipped to save time
 
 # By kind of evidence: the constant added to it, and the shift and scale of its logarithm.
 _LEAST: Final = np.array([1e-6, 1e-6, 1e-6, 1e-3, 0, 1e-6, 1, 1], np.float32)
@@ -35,7 +35,7 @@ def to_features(evidence: NDArray[np.float32], first: int, end: int) -> None:
     Args:
         evidence: float32[max_nodes, Evidence.WIDTH]; rows `first` to `end` are written.
         first: first candidate.
-        end: after the last one.
+        end: index after the last candidate.
     """
     for candidate in range(first, end):
         row = evidence[candidate]
@@ -112,7 +112,7 @@ def depth_bucket(traits: NDArray[np.float32]) -> int:
 
 @kernel(forceinline=True, fastmath=_FAST)
 def to_shares(shares: NDArray[np.float32], escape: float) -> None:
-    """Replace scores by probabilities; the remainder to one is the escape, "none of these"."""
+    """Replace scores by probabilities; the rest up to one is the escape, "none of these"."""
     highest = np.float32(escape)
     for index in range(shares.shape[0]):
         highest = max(highest, shares[index])
@@ -145,14 +145,14 @@ def mix(weights: Any, work: Work, current: int) -> None:
 
 @kernel(forceinline=True)
 def learn(weights: NDArray[Any], work: Work, tokens: NDArray[np.int32], rate: float) -> int:
-    """Update the weights by the tokens that followed; return the number of updated nodes.
+    """Update the weights from the tokens that followed; return the number of updated nodes.
 
-    Follows the tokens down the last draft's tree, through nodes whose children were considered.
+    Follows the tokens down the last draft's tree, through nodes whose children were computed.
 
     Args:
         weights: WEIGHTS[1], updated.
         work: as the draft left it.
-        tokens: int32[n], what came next.
+        tokens: int32[n], the tokens that followed.
         rate: learning rate.
     """
     nodes, evidence, traits, shares = work.nodes, work.evidence, work.traits, work.shares

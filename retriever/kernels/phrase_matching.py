@@ -15,10 +15,10 @@ from retriever.kernels.compiling import kernel
 from retriever.kernels.layout import MAX_MATCH, Found, PhraseArrays
 
 NO_BEGINNING: Final = -1
-"""The number for no beginning."""
+"""The number that means no beginning."""
 
 MAX_BEGINNINGS: Final = 32
-"""Most beginnings that one draft looks at, longest first."""
+"""Most beginnings that one draft examines, longest first."""
 
 
 @kernel()
@@ -33,17 +33,17 @@ def collect_phrases(
 ) -> int:
     """Write continuations of phrases whose beginnings end the context, longest beginnings first.
 
-    Every phrase is written once, for its longest beginning. A beginning counts as one occurrence
-    however many phrases share it: they divide the count. If more exist than fit, an even sample is
-    taken.
+    Every phrase is written once, for its longest beginning. A beginning counts as one occurrence,
+    and the phrases that share it divide this count. If there are too many phrases, we take an even
+    sample.
 
     Args:
         phrases: the listed phrases.
         source: database that the rows are marked with.
-        longest: the longest beginning that the context ends with, or `NO_BEGINNING`.
+        longest: the longest beginning at the end of the context, or `NO_BEGINNING`.
         max_rows: most rows to write.
         depth: most tokens to copy of each phrase.
-        found: rows and continuations are written from `row` on.
+        found: rows and continuations are written from index `row` on.
         row: first free row.
 
     Returns:

@@ -9,7 +9,7 @@ from retriever.kernels.compiling import kernel
 from retriever.kernels.layout import RECENT_SIZE
 
 WINDOW: Final = 16
-"""Number of tokens before an occurrence that are compared."""
+"""Number of tokens compared before an occurrence."""
 
 
 @kernel()
@@ -46,13 +46,13 @@ def similarity_of(
 ) -> float:
     """Return the similarity of the text before an occurrence to the recent context.
 
-    Sums the rarity of those of the last 16 tokens before the occurrence that are also in the
-    context.
+    We take the last 16 tokens before the occurrence, and sum the rarity of those that are also in
+    the context.
 
     Args:
         tokens: integers[capacity], a ring or, with a mask of -1, an array.
         mask: capacity less one, or -1.
-        end: position after the last token to look at.
+        end: position after the last token to compare.
         oldest: position of the first token that may be read.
         separator: token between documents.
         recent: float32[RECENT_SIZE], rarity of the context's last tokens by id.

@@ -1,6 +1,6 @@
 """Successors of the last one to three tokens: in the corpus, the sequence and generations.
 
-The `add_` functions add the successors of one context to a node's candidates, and return the share
+The `add_` functions add the successors of one context to a node's candidates. They return the share
 of the estimate that is left for the next shorter context.
 """
 
@@ -17,17 +17,17 @@ from retriever.kernels.live_table import WAYS, check_of, entry_count, entry_toke
 from retriever.tree import Source
 
 MOST_SUCCESSORS: Final = (32, 16, 16)
-"""Successors to read in the phrase tables for contexts of one, two and three tokens, at the root.
+"""Successors to read at the root from the phrase tables, for contexts of one, two and three tokens.
 
-Elsewhere the number is halved for every octave of the node's probability below one. The n-th most
-frequent successor has at most 1/n of that probability, and improbable candidates do not matter.
-"""
+At other nodes the number is halved for every octave of the node's probability below one. The n-th
+most frequent successor has at most 1/n of that probability, and improbable candidates do not
+matter."""
 
 LEAST_SUCCESSORS: Final = (4, 2, 2)
-"""Fewest successors to read, however improbable the node is."""
+"""Fewest successors to read, even for an improbable node."""
 
 MOST_FOLLOWERS: Final = (8, 4)
-"""Most occurrences to read in the sequence for contexts of one and two tokens."""
+"""Most occurrences to read in the sequence, for contexts of one and two tokens."""
 
 _CORPUS_STRENGTH: Final = (20.0, 4.0, 2.0)  # pseudo-count of the shorter context, by order
 _LIVE_STRENGTH: Final = (3.0, 1.5)  # orders 2 and 3
@@ -70,9 +70,9 @@ def call_from_memory(
     tail: NDArray[np.int32],
     node: Any,
 ) -> None:
-    """Prefetch what the functions below read first, if the node is considered.
+    """Prefetch what the functions below read first, in case the node's children are computed.
 
-    The places of its pair's and triple's successors were prefetched with its siblings.
+    The indexes of its pair's and triple's successors were prefetched with its siblings.
     """
     tail[0], tail[1], tail[2] = node.earlier, node.before, node.token
     heads = context.heads
@@ -105,7 +105,7 @@ def call_root(
     query: NDArray[np.int32],
     tail: NDArray[np.int32],
 ) -> None:
-    """Prefetch what is read first for the root of a tree, before its rows are searched.
+    """Prefetch the first reads for the root of a tree, before its rows are searched.
 
     Args:
         starts1: `starts1` of the phrase tables.
@@ -128,7 +128,7 @@ def call_root_successors(
     counts2: NDArray[np.uint8],
     query: NDArray[np.int32],
 ) -> None:
-    """Prefetch the first successors of the last three tokens; `call_root` fetched their places."""
+    """Prefetch the first successors of the last three tokens; `call_root` fetched their indexes."""
     for back in range(min(3, query.shape[0])):
         token = query[query.shape[0] - 1 - back]
         if 0 <= token < starts1.shape[0]:
@@ -147,7 +147,7 @@ def call_root_entries(
     counts3: NDArray[np.uint8],
     query: NDArray[np.int32],
 ) -> None:
-    """Prefetch what follows the pairs in the last three tokens; the pairs were prefetched before.
+    """Prefetch the successors of the pairs in the last three tokens, after the pairs themselves.
 
     In tables of gigabytes, each look-up waits for memory. These arrive while the corpus is
     searched.
@@ -168,7 +168,7 @@ def call_root_entries(
 def find_successor(starts: NDArray[np.uint32], tokens: NDArray[Any], entry: int, token: int) -> int:
     """Return the entry of a token among an entry's successors, in the next level, or -1.
 
-    Frequent tokens have thousands of successors, so whole blocks are compared at once.
+    Frequent tokens have thousands of successors, so the search compares whole blocks.
     """
     if entry < 0 or entry + 1 >= starts.shape[0]:
         return -1
@@ -205,7 +205,7 @@ def add_successors(
     num_nodes: int,
     traits: NDArray[np.float32],
 ) -> tuple[int, np.float32]:
-    """Add the most frequent successors of an entry; they are in `level` of the tables.
+    """Add the most frequent successors of an entry; the successors are in `level` of the tables.
 
     Returns the node count and the coefficient of the next shorter context.
     """
@@ -255,7 +255,7 @@ def add_followers(
 ) -> tuple[int, np.float32]:
     """Add successors of the last one or two tokens in the sequence itself.
 
-    Nothing is searched if `occurs` says that the last one does not occur there.
+    Nothing is searched if `occurs` says that the last token does not occur there.
 
     Returns the node count and the coefficient of the next shorter context.
     """
@@ -284,7 +284,7 @@ def _follow(
     tail: NDArray[np.int32],
     followers: NDArray[np.int32],
 ) -> int:
-    """Write what followed the newest occurrences of the tail's end; return how many were found."""
+    """Write the tokens after the newest occurrences of the tail's end; return their number."""
     mask, row, most = tokens.shape[0] - 1, _CONTEXT_ROWS[order - 1], MOST_FOLLOWERS[order - 1]
     bucket = bucket_of(tail, 3 - order, -1, order, heads.shape[1])
     position = head_position(heads[row, bucket], total)

@@ -1,10 +1,10 @@
-"""Suffix arrays: occurrences of the longest ends of the context in a segment.
+"""Suffix arrays: occurrences of the longest suffixes of the query in a segment.
 
-Arrays of a segment, as the indexer writes them: `tokens` unsigned[n] with the dtype's maximum after
-each document; `suffixes` unsigned[m], positions sorted by the text that begins there; `starts`
-unsigned[vocabulary + 1], where in `suffixes` the suffixes that begin with each token begin; and
-`keys` uint64[m / stride, rounded up], the tokens after the first of every `stride`-th suffix, or
-empty.
+The indexer writes these arrays of a segment. `tokens`, unsigned[n], has the dtype's maximum after
+each document. `suffixes`, unsigned[m], holds positions sorted by the text that starts there.
+`starts`, unsigned[vocabulary + 1], says where in `suffixes` the group of each first token starts.
+`keys`, uint64[m / stride, rounded up], holds the tokens after the first token of every `stride`-th
+suffix, or is empty.
 """
 
 from typing import Any, Final, NamedTuple
@@ -17,25 +17,25 @@ from retriever.kernels.layout import Found, SegmentArrays
 from retriever.kernels.similarity import WINDOW, similarity_of
 
 KEY_SIZE: Final = 64
-"""Bits of a key."""
+"""Number of bits in a key."""
 
 PROBES: Final = 8
 """Reads that a search prefetches concurrently. One random read of a segment of gigabytes takes up
-to a microsecond, page tables included; eight take hardly longer, and 16 twice as long."""
+to a microsecond, including page tables. Eight reads take hardly longer, and 16 twice as long."""
 
 
 _AT, _BEHIND = np.int64(0), np.int64(1)
-"""Bounds of a search: the first suffix that begins with a pattern, and the first after those. No
-literals: a kernel is compiled separately for each literal that it is called with."""
+"""Bounds to search: the first suffix that starts with a pattern, and the first one after those. Not
+literals: numba compiles a kernel separately for each literal argument."""
 
 
 class Interval(NamedTuple):
-    """The occurrences of an end (a suffix) of the query.
+    """The occurrences of a suffix of the query.
 
     Attributes:
-        length: length of the end, in tokens.
-        begin: the first one's place in `suffixes`.
-        end: the place after the last one.
+        length: length of the query suffix, in tokens.
+        begin: index in `suffixes` of the first occurrence.
+        end: index after the last occurrence.
     """
 
     length: int
@@ -53,19 +53,20 @@ def collect_suffixes(
     found: Found,
     row: int,
 ) -> tuple[int, int, int]:
-    """Write continuations of the longest ends of the query, sampled evenly over occurrences.
+    """Write continuations of the longest suffixes of the query, from a sample of occurrences.
 
-    Occurrences are sorted by their continuations, so an even sample keeps the proportions. Only
-    frequent ends need a bisection: longer ends occur among their occurrences, in the same order.
+    Occurrences are sorted by their continuations, so an even sample preserves their proportions.
+    Only frequent query suffixes need a bisection: longer ones occur among their occurrences, in the
+    same order.
 
     Args:
-        segment: the segment to search, and how.
+        segment: the segment to search, and the parameters of the search.
         query: int32[q], the last tokens of the context, ids inside the vocabulary.
-        shortest: shorter ends are not searched, because ends of this length occur often enough in
-            earlier segments; 0 in the first.
-        longest: ends of the query longer than this are known not to occur.
+        shortest: shorter query suffixes are not searched, because suffixes of this length occur
+            often enough in earlier segments; 0 in the first segment.
+        longest: longer query suffixes are known not to occur.
         depth: most tokens to copy for each occurrence.
-        found: rows and continuations are written from `row` on.
+        found: rows and continuations are written from index `row` on.
         row: first free row.
 
     Returns:
@@ -78,7 +79,7 @@ def collect_suffixes(
     few = found.matches.shape[0]
     often, seldom = _find_ends(segment, query, shortest, longest, few)
     if often.begin == often.end:
-        return row, 0, shortest  # no longer end occurs either
+        return row, 0, shortest  # so no longer suffix occurs
     if often.end - often.begin <= few:
         return _collect_few(segment, query, often, longest, depth, found, row)
     longest_match = often.length
@@ -92,12 +93,12 @@ def collect_suffixes(
 def _find_ends(
     segment: SegmentArrays, query: NDArray[np.int32], shortest: int, longest: int, few: int
 ) -> tuple[Interval, Interval]:
-    """Find an end of the query whose occurrences include all longer ends that are searched.
+    """Find a query suffix whose occurrences include those of all longer suffixes to search.
 
     Returns:
-        The shortest end, or a longer one that has enough occurrences; if it has more than `few`,
-        the interval covers only the first ones. Second, the end that is one token longer and has
-        too few occurrences; it is empty if the first end has few occurrences or is the longest.
+        First, the shortest query suffix, or a longer one with enough occurrences. If it has over
+        `few`, the interval covers only the first of them. Second, a longer query suffix with too
+        few occurrences. It is empty if the first has few occurrences or none is longer.
     """
     enough, last = segment.limits[0].enough, query.shape[0]
     begin, end = find_interval(segment, query[last - shortest :], few + 1)
@@ -116,7 +117,7 @@ def _find_ends(
 
 @kernel()
 def _whole(segment: SegmentArrays, query: NDArray[np.int32], of: Interval) -> Interval:
-    """Extend an interval of which only the first occurrences are known to all occurrences."""
+    """Extend an interval from the first occurrences to all occurrences."""
     pattern = query[query.shape[0] - of.length :]
     low, high = _narrow(segment, pattern, _BEHIND)
     last = max(of.end, low) - 1
@@ -133,11 +134,11 @@ def _collect_few(
     found: Found,
     row: int,
 ) -> tuple[int, int, int]:
-    """Write continuations of an end of at most FEW occurrences, and of longer ones.
+    """Write continuations of a query suffix with at most FEW occurrences, and of longer suffixes.
 
     Returns:
-        The first free row, the length of the longest match, and the length of the last end that was
-        searched.
+        The first free row, the length of the longest match, and the length of the shortest query
+        suffix that was used.
     """
     tokens, suffixes, matches = segment.tokens, segment.suffixes, found.matches
     limits = segment.limits[0]
@@ -154,7 +155,7 @@ def _collect_few(
             if number <= count * sample // read:
                 continue
             sample += 1
-            if matches[index] == length:  # longer matches were written with the longer end
+            if matches[index] == length:  # longer matches were already written
                 position = np.int64(suffixes[of.begin + index]) - (length - of.length)
                 row = _write(segment, position, length, count / read, depth, found, row)
         if count >= limits.enough or length == of.length:
@@ -170,7 +171,7 @@ def _match_occurrences(
     of: Interval,
     matches: NDArray[np.int32],
 ) -> int:
-    """Write the length of the match that ends at each occurrence; return the longest."""
+    """Write the match length at each occurrence; return the longest length."""
     for place in range(of.begin, of.end):
         _prefetch_around(tokens, np.int64(suffixes[place]))
     longest_match = 0
@@ -205,7 +206,7 @@ def _collect_many(
     found: Found,
     row: int,
 ) -> int:
-    """Write continuations of an end of the query, without those of longer ones."""
+    """Write continuations of a query suffix, except where a longer suffix matches."""
     tokens, suffixes = segment.tokens, segment.suffixes
     count = of.end - of.begin
     read = min(count, segment.limits[0].samples)
@@ -222,7 +223,7 @@ def _collect_many(
 
 @kernel(inline="always")
 def _prefetch_around(tokens: NDArray[Any], position: int) -> None:
-    """Prefetch the tokens that are read before and after an occurrence."""
+    """Prefetch the tokens before and after an occurrence that will be read."""
     prefetch(tokens, position - WINDOW)
     prefetch(tokens, position + WINDOW)
 
@@ -231,7 +232,7 @@ def _prefetch_around(tokens: NDArray[Any], position: int) -> None:
 def find_interval(segment: SegmentArrays, pattern: NDArray[np.int32], most: int) -> tuple[int, int]:
     """Return the half-open range of `suffixes` that start with the pattern (int32[k], k ≥ 1).
 
-    If there are more than `most` occurrences, the range covers the first ones.
+    If there are more than `most` occurrences, the range covers the first of them.
     """
     low, high = _narrow(segment, pattern, _AT)
     begin, end = _bisect(segment, pattern, low, high, _AT), _bucket(segment, pattern)[1]
@@ -242,7 +243,7 @@ def find_interval(segment: SegmentArrays, pattern: NDArray[np.int32], most: int)
 
 @kernel(inline="always")
 def _bucket(segment: SegmentArrays, pattern: NDArray[np.int32]) -> tuple[int, int]:
-    """Return the range of suffixes that begin with the pattern's first token."""
+    """Return the range of `suffixes` that start with the pattern's first token."""
     begin, end = segment.starts[pattern[0]], segment.starts[pattern[0] + 1]
     return np.int64(begin), min(np.int64(end), segment.suffixes.shape[0])
 
@@ -251,18 +252,18 @@ def _bucket(segment: SegmentArrays, pattern: NDArray[np.int32]) -> tuple[int, in
 def _narrow(segment: SegmentArrays, pattern: NDArray[np.int32], bound: int) -> tuple[int, int]:
     """Return the part of the pattern's bucket that `_bisect` still has to search.
 
-    With keys this is less than a stride, unless the pattern has more tokens than a key holds.
+    If there are keys, the part is shorter than a stride, unless the pattern is longer than a key.
     """
     keys, stride = segment.keys, segment.limits[0].key_stride
     bits = segment.limits[0].key_bits
     low, high = _bucket(segment, pattern)
     if keys.shape[0] == 0 or pattern.shape[0] == 1:
         return low, high
-    first = (low + stride - 1) // stride  # the bucket's keys are from here to `behind`
+    first = (low + stride - 1) // stride  # the bucket has the keys from `first` to `behind`
     behind = min((high + stride - 1) // stride, keys.shape[0])
     is_told = pattern.shape[0] - 1 <= KEY_SIZE // bits
     least, greatest = _keys_of(pattern, bits)
-    below = above = first  # keys before `below` are too small, those from `above` on are not
+    below = above = first  # keys before `below` are too small, keys from `above` on too large
     if bound == 0 or not is_told:
         below = above = _bisect_keys(keys, least, first, behind)
     if bound == 1 or not is_told:
@@ -278,7 +279,7 @@ def _narrow(segment: SegmentArrays, pattern: NDArray[np.int32], bound: int) -> t
 
 @kernel(inline="always")
 def _keys_of(pattern: NDArray[np.int32], bits: int) -> tuple[int, int]:
-    """Return the smallest and the greatest key of suffixes that start with the pattern."""
+    """Return the smallest and the largest key of suffixes that start with the pattern."""
     least = greatest = np.uint64(0)
     width = np.uint64(bits)
     for offset in range(1, KEY_SIZE // bits + 1):
@@ -293,7 +294,7 @@ def _keys_of(pattern: NDArray[np.int32], bits: int) -> tuple[int, int]:
 
 @kernel()
 def _bisect_keys(keys: NDArray[np.uint64], key: int, low: int, high: int) -> int:
-    """Return the index of the first key that is not less, reading several keys at once."""
+    """Return the index of the first key that is at least `key`; each round reads several keys."""
     while low < high:
         width = (high - low + PROBES - 1) // PROBES
         less = 0
@@ -305,9 +306,9 @@ def _bisect_keys(keys: NDArray[np.uint64], key: int, low: int, high: int) -> int
 
 @kernel()
 def _find_end(segment: SegmentArrays, pattern: NDArray[np.int32], begin: int, end: int) -> int:
-    """Return the first place after `begin` whose suffix does not start with the pattern, or `end`.
+    """Return the first index after `begin` whose suffix does not start with the pattern, or `end`.
 
-    Most patterns have few occurrences in a large bucket, so this is a galloping search that reads
+    Most patterns have few occurrences in a large bucket. So this is a galloping search that reads
     several suffixes at once.
     """
     tokens, suffixes = segment.tokens, segment.suffixes
@@ -347,8 +348,8 @@ def _bisect(
 
 @kernel(inline="always")
 def _compare(tokens: NDArray[Any], position: int, pattern: NDArray[np.int32]) -> int:
-    """Compare the suffix at `position` with the pattern: -1, 0 if it starts with it, or 1."""
-    for offset in range(1, pattern.shape[0]):  # the first token is equal by `starts`
+    """Compare a suffix with the pattern: -1 (less), 0 (starts with the pattern) or 1 (greater)."""
+    for offset in range(1, pattern.shape[0]):  # `starts` guarantees the first token
         if position + offset >= tokens.shape[0]:
             return -1
         token, wanted = np.int64(tokens[position + offset]), np.int64(pattern[offset])
@@ -359,7 +360,7 @@ def _compare(tokens: NDArray[Any], position: int, pattern: NDArray[np.int32]) ->
 
 @kernel(inline="always")
 def _goes_on(tokens: NDArray[Any], position: int, query: NDArray[np.int32], length: int) -> bool:
-    """Return whether the match is longer than `length`: the token before it agrees too."""
+    """Return whether the match extends beyond `length`: the token before it agrees too."""
     if position == 0 or position > tokens.shape[0] or length >= query.shape[0]:
         return False
     return np.int64(tokens[position - 1]) == np.int64(query[query.shape[0] - length - 1])
@@ -373,7 +374,7 @@ def _copy(
     length = 0
     while length < depth and begin + length < tokens.shape[0]:
         token = np.int64(tokens[begin + length])
-        if token >= vocabulary_size:  # a separator or damaged
+        if token >= vocabulary_size:  # a separator or a damaged token
             break
         out[length] = token
         length += 1
@@ -390,7 +391,7 @@ def _write(
     found: Found,
     row: int,
 ) -> int:
-    """Write what follows a match at a position if there is room; return the first free row."""
+    """Write the tokens after a match at a position if there is room; return the first free row."""
     if row == found.rows.shape[0]:
         return row
     tokens, vocabulary_size = segment.tokens, segment.starts.shape[0] - 1

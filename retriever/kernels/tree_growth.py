@@ -1,9 +1,9 @@
 """Weighs the evidence, and grows the most probable tree from it best-first.
 
 The frontier of a tree is a heap of candidates, the most probable first. A key is the bits of the
-probability, then the candidate's number, so that of equals the earlier one is taken. The candidates
-of each rank (a sixteenth of an octave of probability) are counted. Candidates below the rank at
-which the count reaches the remaining budget can never be taken.
+probability, then the candidate's number, so that among equals the earlier candidate comes first. We
+count the candidates of each rank (a sixteenth of an octave of probability). From the top rank down,
+the counts reach the remaining budget at some rank. Candidates below that rank can never be taken.
 """
 
 from typing import Any, Final
@@ -24,13 +24,13 @@ _NUMBER_BITS: Final = 32
 
 @kernel()
 def rank_of(probability: float) -> int:
-    """Return which sixteenth of an octave below 1 a probability is in."""
+    """Return the rank of a probability: which sixteenth of an octave below 1 it is in."""
     return min(NUM_RANKS - 1, max(0, np.int64(np.float32(-16.0) * fast_log2(probability))))
 
 
 @kernel()
 def least_of(rank: int) -> float:
-    """Return the least probability of a rank."""
+    """Return the lowest probability of a rank."""
     if rank == NUM_RANKS - 1:
         return np.float32(0.0)
     octaves = np.float32(rank + 1) / np.float32(16.0)
@@ -48,7 +48,7 @@ def key_of(probability: float, candidate: int) -> int:
 
 @kernel(inline="always")
 def candidate_of(key: int) -> int:
-    """Return the candidate that a key belongs to."""
+    """Return the candidate of a key."""
     return _LAST - (key & _LAST)
 
 
@@ -80,8 +80,8 @@ def pop(heap: NDArray[np.int64], size: int) -> int:
 
 
 _NEXT: Final = 3  # candidates at the top of the heap that are prefetched
-LIKELY_CHILD_BOUND: Final = 0.33  # children are rarely more probable than this where it matters
-_LEAST: Final = 1e-6  # candidates below this are never considered
+LIKELY_CHILD_BOUND: Final = 0.33  # in practice, children are rarely more probable
+_LEAST: Final = 1e-6  # less probable candidates are dropped
 
 
 @kernel()
@@ -94,15 +94,15 @@ def weigh_rows(
 ) -> None:
     """Set the rows' weights by interpolating match lengths, the longest first.
 
-    Matches of length k with the trusted count N take the share N / (N + backoff / k) of what longer
-    matches left, divided among their rows. This is Witten-Bell back-off with an escape probability
-    that shrinks with the match length.
+    Matches of length k with trusted count N take the share N / (N + backoff / k) of what longer
+    matches left over. This share is divided among their rows. This is Witten-Bell back-off with an
+    escape probability that shrinks with the match length.
 
     Args:
         rows: ROW[max_rows], the evidence.
-        num_rows: rows in use.
+        num_rows: number of rows in use.
         trust: float64[MAX_SOURCES], weight of one occurrence in each database.
-        backoff: count at which a match of one token takes half of what is left.
+        backoff: count at which a match of one token takes half of the remaining weight.
         counts: float64[longest match + 1], scratch.
     """
     counts[:] = 0.0
@@ -134,24 +134,24 @@ def grow_tree(
     budget: int,
     min_probability: float,
 ) -> int:
-    """Grow a tree best-first: take the most probable candidate, then consider its children.
+    """Grow a tree best-first: take the most probable candidate, then compute its children.
 
-    The probabilities at each node are mixed from all evidence for the path so far. Of equals, the
-    candidate that was considered first is taken.
+    The probabilities at each node mix all evidence for the path so far. Among equals, the candidate
+    that was added first is taken.
 
     Args:
         found: weighed evidence; `next` of the rows is overwritten.
-        num_rows: rows in use.
+        num_rows: number of rows in use.
         sequence: chains of the sequence, of at least one token.
         live: int64[sets, WAYS], live table of generations.
         tables: phrase tables.
         weights: WEIGHTS[1].
         escape: weight of tokens that no row predicts.
-        work: scratch; when its nodes are used up, no further candidates are considered. It holds
-            the data to learn from until the next call.
+        work: scratch; once its nodes are used up, no further candidates are added. It holds the
+            data for learning until the next call.
         grown: the tree; written. It has room for `budget` nodes.
         budget: most nodes to take.
-        min_probability: candidates below it are not considered.
+        min_probability: less probable candidates are dropped.
 
     Returns:
         The number of nodes taken.
@@ -204,7 +204,7 @@ def _offer_children(
     lowest: int,
     min_probability: float,
 ) -> int:
-    """Push those candidates of a node that can still be taken; return how many.
+    """Push the candidates of a node that can still be taken; return how many.
 
     Ranks after `lowest` are skipped, because enough other candidates are more probable.
     """
@@ -228,9 +228,9 @@ def _offer_children(
 def _call_next(
     tables: Tables, live: NDArray[np.int64], context: Chains, work: Work, heap_size: int
 ) -> None:
-    """Prefetch the data of the candidates that are next on the heap.
+    """Prefetch the data of the next candidates on the heap.
 
-    Doing so for all candidates whose children may be taken would exceed the memory bandwidth.
+    Prefetching for all candidates whose children may be taken would exceed the memory bandwidth.
     """
     nodes, heap = work.nodes, work.heap
     size = min(heap_size, _NEXT)

@@ -1,9 +1,9 @@
 """The log of generations: outputs of every tenant on disk, which survive the process.
 
-An output whose `commit` has returned survives a kill of the process. With the durability "disk" it
-also survives a power failure, because every commit syncs. With "process", the default, a thread
-syncs once a second, so a power failure can lose the last outputs or damage the log. A damaged log
-is set aside when it is opened, and drafts start cold.
+Once `commit` of an output has returned, the output survives a kill of the process. With the
+durability "disk" it also survives a power failure, because every commit syncs. With "process", the
+default, a thread syncs once a second. A power failure can then lose the last outputs or damage the
+log. A damaged log is set aside when it is opened, and drafts start cold.
 """
 
 import atexit
@@ -36,15 +36,15 @@ _Result = TypeVar("_Result")
 
 _LOGGER: Final = logging.getLogger(__name__)
 _BETWEEN_TOLD_S: Final = 60.0  # limits warnings if a disk alternately refuses and accepts
-_SYNC_EVERY_S: Final = 1.0  # trade-off of outputs lost by a power failure against disk writes
+_SYNC_EVERY_S: Final = 1.0  # more often means more disk writes, less often more lost outputs
 _SYNCS_PER_SWEEP: Final = 60
-_REWRITE_EVERY_S: Final = 3600.0  # removed bytes stay this long at most; a rewrite copies the file
+_REWRITE_EVERY_S: Final = 3600.0  # removed bytes stay at most this long; a rewrite copies the file
 
 
 class GenerationsLog:
     """Outputs and statistics of every tenant, on disk. Thread-safe.
 
-    Once the log is open, disk errors are not raised: lost outputs are counted in `failures`, and
+    Once the log is open, disk errors are not raised. Lost outputs are counted in `failures`, and
     the first reason is logged as a warning. Use in a forked process counts as such an error.
 
     Args:
@@ -75,12 +75,12 @@ class GenerationsLog:
         self._clock = clock
         self._pending: deque[Entry] = deque()
         self._lock = RLock()
-        self._sync_lock = Lock()  # taken after the other
+        self._sync_lock = Lock()  # taken after `_lock`
         self._refused = self._is_refusing = False
         self._refused_now = 0
         self._told_s = 0.0
         self._unsynced = False
-        self._has_removed_bytes = False  # of deleted and expired outputs, in free pages of the file
+        self._has_removed_bytes = False  # of deleted or expired outputs, in the file's free pages
         self._rewrite_at_s = 0.0
         self._process = os.getpid()
         self._files = LogFiles(directory)
@@ -97,7 +97,7 @@ class GenerationsLog:
     def load(self, tenant: str) -> Remembered:
         """Return a tenant's records, without those that cannot be read.
 
-        Outputs that are committed meanwhile may be missing, too, so the caller must prevent that.
+        Outputs that are committed meanwhile may be missing too, so the caller must prevent commits.
         """
         self.commit()
         found = Remembered()
@@ -122,7 +122,7 @@ class GenerationsLog:
     def commit(self) -> None:
         """Write all queued outputs of all threads, in order; durable once this returns.
 
-        `Entry.saving` of each then says whether the disk took it.
+        Then `Entry.saving` of each output says whether the disk took it.
         """
         with self._lock:
             entries = [self._pending.popleft() for _ in range(len(self._pending))]
@@ -135,11 +135,11 @@ class GenerationsLog:
                     entry.saving.settle(is_kept=num_written is not None)
 
     def put_statistics(self, tenant: str, statistics: bytes) -> None:
-        """Queue opaque bytes of a tenant, which replace the previous ones."""
+        """Queue a tenant's statistics, opaque bytes; they replace the previous ones."""
         self.append(Entry(tenant, NO_OUTPUT, statistics))
 
     def put_note(self, note: bytes) -> None:
-        """Store an opaque note, replacing the previous one."""
+        """Store an opaque note; it replaces the previous note."""
         self._attempt(lambda: self._store.put({NOTE_KEY: note}))
 
     def note(self) -> bytes | None:
@@ -161,7 +161,7 @@ class GenerationsLog:
     def put_findings(
         self, tenant: str, added: Sequence[FoundRecord], removed: Sequence[int]
     ) -> None:
-        """Write findings of a tenant and remove others, all or nothing.
+        """Write some findings of a tenant and remove others, all or nothing.
 
         Raises:
             StorageError: the disk refuses.
@@ -182,8 +182,8 @@ class GenerationsLog:
         """Remove all records of a tenant, and rewrite the file without them.
 
         Raises:
-            StorageError: the disk refuses: either all records remain, or they are removed but their
-            bytes remain in the file.
+            StorageError: the disk refuses. Then either all records remain, or the records are gone
+                but their bytes remain in the file.
         """
         self._delete(tenant, b"")
 
@@ -203,7 +203,7 @@ class GenerationsLog:
                 num_removed = self._store.delete(tenant, origin)
                 # Even without records, free pages may hold outputs that expired before the start.
                 self._has_removed_bytes |= num_removed > 0 or not origin
-                if self._has_removed_bytes:  # of this deletion, or of one that the disk refused
+                if self._has_removed_bytes:  # from this deletion, or one that the disk refused
                     self._rewrite()
             except REFUSALS as error:
                 _LOGGER.warning(
@@ -218,7 +218,7 @@ class GenerationsLog:
                 ) from error
 
     def _rewrite(self) -> None:
-        """Replace the file by a copy without free pages, which hold removed bytes."""
+        """Replace the file by a copy without free pages, which still hold removed bytes."""
         copy = self._files.new_copy()
         with self._lock, self._sync_lock:
             try:
@@ -233,7 +233,7 @@ class GenerationsLog:
         self._has_removed_bytes = False
 
     def snapshot(self, directory: Path) -> int:
-        """Copy the log to a new directory, which a drafter can open; return its bytes.
+        """Copy the log to a new directory that a drafter can open; return its size in bytes.
 
         Commits wait until the copy is written (0.5 s for 400 MB), but not until it is synced.
 
@@ -326,18 +326,18 @@ class GenerationsLog:
             self._refused = self._is_refusing = True
             self._told_s = time.monotonic()
             _LOGGER.warning(
-                "outputs cannot be kept in %s: %s; drafts continue from memory, but a restart "
+                "outputs cannot be saved in %s: %s; drafts continue from memory, but a restart "
                 "loses these outputs: free space, or repair the disk",
                 self._directory,
                 error,
             )
 
     def _recover(self) -> None:
-        """Note that the disk takes outputs again; a nearly full disk does so intermittently."""
+        """Log that the disk takes outputs again; a nearly full disk does so intermittently."""
         if self._is_refusing and time.monotonic() - self._told_s > _BETWEEN_TOLD_S:
             lost, self._refused_now, self._is_refusing = self._refused_now, 0, False
             _LOGGER.warning(
-                "outputs are kept in %s again; %d that were refused are only in memory",
+                "outputs are saved in %s again; %d that were refused are only in memory",
                 self._directory,
                 lost,
             )

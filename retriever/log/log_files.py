@@ -26,11 +26,12 @@ from retriever.log.options import LogOptions
 
 _LOGGER: Final = logging.getLogger(__name__)
 _CHUNK_BYTES: Final = 1 << 20
-_READ_BYTES_PER_S: Final = 5e6  # of a slow disk; faster ones never reach the timeout
+_READ_BYTES_PER_S: Final = 5e6  # speed of a slow disk; on a faster one the timeout is never reached
 _CRASHES: Final = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 
 READING_S: Final = 60.0
-"""A reader that hangs on damage is killed after this, plus the time to read the log's bytes."""
+"""A process that hangs while it reads a damaged log is killed after this time, plus the time to
+read the log's bytes."""
 
 DATA_NAME: Final = "generations.mdb"
 SEAL_NAME: Final = "generations.seal"
@@ -124,11 +125,11 @@ class LogFiles:
         sync_path(self.data.parent)
 
     def new_copy(self) -> Path:
-        """Return an unused name for a copy of the data; the next start removes such copies."""
+        """Return an unused path for a copy of the data; the next start removes such copies."""
         return self.data.with_name(f"{self._copies}{secrets.token_hex(4)}")
 
     def seal(self) -> None:
-        """Store the checksum of the data after the last write; the next start trusts it."""
+        """Store the checksum of the data after the last write; the next start relies on it."""
         with suppress(OSError):
             write_seal(self.data, self._seal)
 
@@ -148,8 +149,9 @@ class LogFiles:
 def _lock(path: Path) -> tuple[int, bool]:
     """Lock a file; return its descriptor, and whether its directory is writable.
 
-    The lock belongs to the process, not to the descriptor, which children would inherit. Closing
-    any descriptor of the file releases it, so the file is never opened twice.
+    The lock belongs to the process, not to the descriptor, which children would inherit. The
+    process loses the lock when it closes any descriptor of the file, so it never opens the file
+    twice.
     """
     if path.exists() and _identity(path.stat()) in _LOCKED:
         raise _in_use(path.parent)
@@ -181,7 +183,7 @@ def _check_holds_no_copies(directory: Path) -> None:
     """Check that a directory without a log has no subdirectories with one.
 
     Raises:
-        StateError: it has some: a drafter would start empty instead of from one of these copies.
+        StateError: it has some; a drafter would start empty instead of from one of these copies.
     """
     with _refusals(directory):
         if (directory / DATA_NAME).exists():
@@ -271,7 +273,7 @@ def _checksum(path: Path) -> dict[str, int]:
 
 @contextmanager
 def _refusals(directory: Path) -> Iterator[None]:
-    """Turn errors of the disk and LMDB with a state directory into StateError."""
+    """Turn errors of the disk and of LMDB in a state directory into StateError."""
     try:
         yield
     except REFUSALS as error:
@@ -311,7 +313,7 @@ def open_store(files: LogFiles, fingerprint: str, options: LogOptions) -> tuple[
 
 
 def _opened(files: LogFiles, options: LogOptions) -> LogStore:
-    """Return the store; files that LMDB rejects or without our first records are set aside."""
+    """Return the store; set aside files that LMDB rejects or that lack our first records."""
     store, damage = None, "it does not name its tokenizer"
     try:
         store = LogStore(files.data, options, writable=files.writable)

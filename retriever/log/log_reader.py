@@ -1,10 +1,10 @@
 """Reads an LMDB file to its end, and copies its records to a new file.
 
 This is a separate program, `log_reader.py SOURCE [TARGET]`, because LMDB can crash on a damaged
-file. It loads only lmdb, to start quickly. The copy is necessary because writers trust free pages
-and the free room in pages, which reading does not check. Of 1,425 damaged files that could be read
-to the end, 1 crashed the process that wrote to it and 1 had other contents afterwards; none of
-their copies did.
+file. It loads only lmdb, to start quickly. The copy is necessary because writers rely on free pages
+and on the free room in pages, which reading does not check. We tested 1,425 damaged files that
+could be read to the end: 1 crashed the process that wrote to it, and 1 had other contents
+afterwards. None of their copies did.
 """
 
 import sys
@@ -20,7 +20,7 @@ DAMAGED: Final = 10
 """Exit status for a file that cannot be read to its end; Python itself does not use it."""
 
 NO_COPY: Final = 11
-"""Exit status for a file that was read but could not be copied for lack of room."""
+"""Exit status for a file that was read but not copied, because there was no room."""
 
 _AT_ONCE: Final = 1000  # records in a transaction: an output has about a kilobyte
 _MIN_MAP_BYTES: Final = 1 << 24
@@ -30,8 +30,8 @@ def read_whole(source: Path, target: Path | None) -> int:
     """Read all records of `source`, and write them to the new file `target`; return the status.
 
     Raises:
-        OSError: the source cannot be opened, which is no sign of damage.
-        lmdb.MemoryError: there is too little memory, which is no sign of damage either.
+        OSError: the source cannot be opened; this does not mean damage.
+        lmdb.MemoryError: there is too little memory; this does not mean damage either.
     """
     source.open("rb").close()
     try:

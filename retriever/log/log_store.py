@@ -1,6 +1,6 @@
-"""The records of a log of generations in LMDB: outputs and statistics by tenant.
+"""The records of a log of generations in LMDB: outputs and statistics of each tenant.
 
-Every value begins with the CRC-32 (u32, little-endian) of its key and the rest of the value.
+Every value starts with the CRC-32 (u32, little-endian) of its key and the rest of the value.
 
 | key | rest of the value |
 |---|---|
@@ -11,10 +11,10 @@ Every value begins with the CRC-32 (u32, little-endian) of its key and the rest 
 | `s`, length of the tenant's name (u16, big-endian), name | statistics, opaque |
 | `r`, length of the tenant's name (u16, big-endian), name, number (u64, big-endian) | findings |
 
-An output is its time in seconds since 1970 (f64), the bytes of a token (u8: 2 or 4, plus 128 if an
-origin follows, plus 64 if a version follows), the origin that it is deleted by (16 bytes), the
-version of the model that wrote it (u64) and its tokens (u16 or u32), little-endian. A tenant's
-outputs are numbered in ascending order, and the oldest is removed first. Findings are a time (f64),
+The fields of an output are little-endian: its time in seconds since 1970 (f64); the bytes per token
+(u8: 2 or 4, plus 128 if an origin follows, plus 64 if a version follows); the origin that it is
+deleted by (16 bytes); the version of the model that wrote it (u64); and its tokens (u16 or u32). A
+tenant's outputs have ascending numbers, and the oldest is removed first. Findings are a time (f64),
 the length of their model's fingerprint (u8), the fingerprint, and the findings themselves, opaque
 here.
 """
@@ -61,14 +61,14 @@ _MAX_U16: Final = 0xFFFF
 def tenant_key(kind: bytes, tenant: str) -> bytes:
     """Return the key of a tenant's statistics, or the key prefix of its outputs or findings.
 
-    No other tenant's keys begin with it.
+    It is not a prefix of any other tenant's keys.
     """
     name = tenant.encode()
     return kind + _NAME_LENGTH.pack(len(name)) + name
 
 
 def numbered_key(prefix: bytes, number: int) -> bytes:
-    """Return the key of an output or of findings, given the key prefix of their tenant."""
+    """Return the key of an output or of findings; `prefix` is the key prefix of their tenant."""
     return prefix + _NUMBER.pack(number)
 
 
@@ -115,7 +115,7 @@ def seal(key: bytes, content: bytes) -> bytes:
 
 
 def unseal(key: bytes, value: bytes) -> bytes | None:
-    """Return the content of a sealed value, or None if key or value are damaged."""
+    """Return the content of a sealed value, or None if the key or the value is damaged."""
     content = value[_CHECKSUM.size :]
     if len(value) < _CHECKSUM.size:
         return None
@@ -146,7 +146,7 @@ def decode_output(content: bytes) -> Output | None:
 
 
 def measure_output(value: bytes) -> tuple[float, int]:
-    """Return an output's time and number of tokens from a sealed value, which may be damaged."""
+    """Return an output's time and its number of tokens; its sealed value may be damaged."""
     head = _head(value[_CHECKSUM.size :])
     if head is None:
         return 0.0, 0
@@ -164,7 +164,7 @@ class _Head(NamedTuple):
 
     Attributes:
         time_s: see `Output`.
-        width: bytes of a token.
+        width: number of bytes per token.
         origin: see `Output`.
         version: see `Output`.
         size: offset of the tokens.
@@ -197,7 +197,7 @@ _INITIAL_MAP_BYTES: Final = 1 << 24  # 16 MiB of address space; the map doubles 
 _READ_AT_ONCE: Final = 1 << 20  # bytes read at a time, about 2 ms, during which commits wait
 _MAX_EXTENTS: Final = 1 << 12
 _MODE: Final = 0o600  # prompts and outputs are private
-_NO_NUMBER: Final = 1 << 63  # only damaged keys have it or a higher one
+_NO_NUMBER: Final = 1 << 63  # only damaged keys have this number or a higher one
 _AFTER_NUMBERS: Final = b"\xff" * 9
 
 
@@ -218,7 +218,7 @@ class Remembered:
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """Tokens of a tenant's outputs, with one for the end of each, and the next output's number."""
+    """Tokens of a tenant's outputs, plus one for the end of each, and the next output's number."""
 
     num_tokens: int = 0
     next_number: int = 0
@@ -237,7 +237,7 @@ class LogStore:
         self._options = options
         self._capacity = ring_capacity(options.capacity)
         self._extents: dict[str, _Extent] = {}
-        # The opener holds the directory's lock, so LMDB's own is off.
+        # The caller holds the directory's lock, so LMDB's own lock is off.
         self._environment = lmdb.open(
             str(path),
             subdir=False,
@@ -283,7 +283,7 @@ class LogStore:
             first: number of the first output of this part.
 
         Returns:
-            Number of the next part's first output; None after the last part.
+            The number of the next part's first output; None after the last part.
         """
         prefix, num_bytes = tenant_key(OUTPUTS, tenant), 0
         length = len(prefix) + _NUMBER.size  # a damaged key may be longer or shorter
@@ -306,7 +306,7 @@ class LogStore:
         """Write entries, and remove outputs beyond the capacity, in one transaction.
 
         Returns:
-            The number of written entries: all of them.
+            The number of entries written, which is all of them.
         """
         extents: dict[str, _Extent] = {}
 
@@ -317,7 +317,7 @@ class LogStore:
                 extents[entry.tenant] = self._append(transaction, entry, known, now_s)
 
         self._write(append_all)
-        if len(self._extents) > _MAX_EXTENTS:  # includes tenants that were evicted
+        if len(self._extents) > _MAX_EXTENTS:  # evicted tenants are among them
             self._extents.clear()
         self._extents.update(extents)
         return len(entries)
@@ -350,7 +350,7 @@ class LogStore:
         return num_removed
 
     def findings(self, tenant: str) -> tuple[list[FoundRecord], list[int]]:
-        """Return a tenant's findings, the oldest first, and the numbers of damaged ones."""
+        """Return a tenant's findings, oldest first, and the numbers of damaged records."""
         found, damaged = [], []
         with self._environment.begin() as transaction, transaction.cursor() as cursor:
             for key in _keys(cursor, tenant_key(FINDINGS, tenant)):
@@ -370,11 +370,11 @@ class LogStore:
     def put_findings(
         self, tenant: str, added: Sequence[FoundRecord], removed: Sequence[int]
     ) -> None:
-        """Write findings of a tenant and remove others, in one transaction."""
+        """Write some findings of a tenant and remove others, in one transaction."""
         prefix = tenant_key(FINDINGS, tenant)
 
         def put_all(transaction: Any) -> None:
-            for number in removed:  # first, so that their pages can be reused
+            for number in removed:  # first, so that writes can reuse their pages
                 transaction.delete(numbered_key(prefix, number))
             for each in added:
                 _put(transaction, numbered_key(prefix, each.number), each.encode())
@@ -390,7 +390,7 @@ class LogStore:
             with transaction.cursor() as cursor:
                 found = cursor.set_range(OUTPUTS)
                 while found and cursor.key().startswith(OUTPUTS):
-                    # At least the prefix of all outputs, even if a key is damaged and short.
+                    # A damaged key may be too short; then use the prefix of all outputs.
                     prefix = cursor.key()[: -_NUMBER.size] or OUTPUTS
                     self._trim(cursor, prefix, 0, now_s)
                     found = cursor.set_range(prefix + _AFTER_NUMBERS)
@@ -438,7 +438,7 @@ class LogStore:
         return extent
 
     def _aging(self, output: Output, now_s: float) -> Output:
-        """Return an output with a time not after now, because its clock may have been ahead."""
+        """Return an output dated no later than now, because its clock may have been ahead."""
         if output.time_s <= now_s or self._options.max_age_s == math.inf:
             return output
         return output._replace(time_s=now_s)
@@ -476,7 +476,7 @@ class LogStore:
 
 
 def _time_of_findings(value: bytes) -> float:
-    """Return when findings were stored, from a sealed value, which may be damaged."""
+    """Return when findings were stored; their sealed value may be damaged."""
     if len(value) < _CHECKSUM.size + _FINDINGS_HEAD.size:
         return 0.0
     time_s: float = _FINDINGS_HEAD.unpack_from(value, _CHECKSUM.size)[0]
@@ -484,7 +484,7 @@ def _time_of_findings(value: bytes) -> float:
 
 
 def _keys(cursor: Any, prefix: bytes, first: int = 0) -> Iterator[bytes]:
-    """Iterate over the keys with a prefix from a number on; the cursor is at the current key."""
+    """Iterate over the keys with a prefix, from a number on; the cursor is at the current key."""
     found = cursor.set_range(numbered_key(prefix, first) if first else prefix)
     while found and cursor.key().startswith(prefix):
         yield cursor.key()
@@ -492,7 +492,7 @@ def _keys(cursor: Any, prefix: bytes, first: int = 0) -> Iterator[bytes]:
 
 
 def _date_back(cursor: Any, prefix: bytes, now_s: float) -> None:
-    """Set the time of a tenant's outputs dated in the future to now."""
+    """Set the time of a tenant's outputs to now if it is in the future."""
     for key in _keys(cursor, prefix):
         content = unseal(key, cursor.value())
         output = None if content is None else decode_output(content)
@@ -501,7 +501,7 @@ def _date_back(cursor: Any, prefix: bytes, now_s: float) -> None:
 
 
 def _put(writer: Any, key: bytes, content: bytes) -> None:
-    """Write a record in a transaction, or with its cursor, which then is at the record."""
+    """Write a record in a transaction, or with its cursor, which then points at the record."""
     writer.put(key, seal(key, content))
 
 

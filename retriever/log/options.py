@@ -13,7 +13,7 @@ class LogOptions:
     """Options of a log.
 
     Attributes:
-        capacity: tokens to keep for each tenant, as `Generations` counts them.
+        capacity: number of tokens to store per tenant, as `Generations` counts them.
         max_age_s: outputs older than this are removed, in seconds.
         durability: the kind of failure that an acknowledged output survives.
         max_bytes: largest size of the file. The default holds the full rings of 4,096 tenants at

@@ -35,18 +35,18 @@ from retriever.predict.weights import from_bytes
 class Pools:
     """Pools of the most recently used tenants, created or loaded from the log at first use.
 
-    While a tenant's outputs are read from the disk, calls of the same tenant wait, but those of
-    other tenants do not.
+    While a tenant's outputs are read from the disk, calls of that tenant wait, but those of other
+    tenants do not.
 
     Beyond `max_tenants` the longest idle pool is evicted. It can be loaded from the log again;
-    without a log its outputs are lost. A pool in use by a session is never duplicated.
+    without a log its outputs are lost. A pool that a session uses is never duplicated.
 
     Args:
-        limits: number of tenants, and tokens of each.
-        log: log of the outputs; None to keep them only in memory.
+        limits: most tenants, and most tokens of each.
+        log: log of the outputs; None to store them only in memory.
         clock: returns seconds since 1970.
-        has_corpus: whether a tenant drafts from an index; without one, generations are also found
-            by shorter matches, which takes more memory.
+        has_corpus: whether a tenant drafts from an index. Without an index, generations are also
+            found by shorter matches, which takes more memory.
         ledger: the memory ledger; None without a ceiling.
     """
 
@@ -104,7 +104,7 @@ class Pools:
 
     @property
     def log_failures(self) -> int:
-        """Outputs that the log failed to write."""
+        """Number of outputs that the log failed to write."""
         return self._log.failures if self._log is not None else 0
 
     def __len__(self) -> int:
@@ -147,7 +147,7 @@ class Pools:
         return pool
 
     def _found(self, tenant: str) -> Pool | None:
-        """Return a pool if it is in memory, after waiting for a running load of it.
+        """Return a pool if it is in memory; if it is being loaded, wait for that.
 
         Called with the lock held.
 
@@ -162,7 +162,7 @@ class Pools:
             self._idle.wait()
 
     def _use(self, pool: Pool) -> None:
-        """Mark a pool as used last; evict the longest idle one if there are too many."""
+        """Mark a pool as the last used; evict the longest idle pool if there are too many."""
         self._in_use[pool.tenant] = self._recent[pool.tenant] = pool
         self._recent.move_to_end(pool.tenant)
         pool.last_used_s = time.monotonic()
@@ -170,7 +170,7 @@ class Pools:
             self._evict(next(iter(self._recent)))
 
     def _evict(self, tenant: str) -> None:
-        """Drop a pool, to be freed once no session uses it; the next commit writes its weights."""
+        """Drop a pool; it is freed once no session uses it. The next commit writes its weights."""
         pool = self._recent.pop(tenant)
         if self._log is not None and (statistics := pool.unlogged()) is not None:
             self._log.put_statistics(tenant, statistics)
@@ -214,7 +214,7 @@ class Pools:
     def remember(
         self, pool: Pool, output: NDArray[np.int32], name: str = "", version: int = 0
     ) -> Entry | None:
-        """Add int32[n], an output, to a pool; `commit` writes it to the log.
+        """Add an output, int32[n], to a pool; `commit` writes it to the log.
 
         Args:
             pool: pool of the output's tenant.
@@ -234,14 +234,14 @@ class Pools:
     def remembering(
         self, pool: Pool, output: NDArray[np.int32], name: str = "", version: int = 0
     ) -> tuple[Entry | None, Iterator[None]]:
-        """Do as `remember` does, but the iterator adds the output to the pool in pieces."""
+        """Do what `remember` does, but the iterator adds the output to the pool in pieces."""
         if not len(output):
             return None, iter(())
         added = Output(output, self._clock(), session_origin(name), version)
         return self._noted(pool, added), pool.generations.adding(added)
 
     def _noted(self, pool: Pool, output: Output) -> Entry:
-        """Return the entry of an output after queuing it in the log; only then it has weights."""
+        """Queue an output in the log; return its entry, which has weights only after that."""
         if self._log is None:
             return Entry(pool.tenant, output)
         entry = pool.entry(output)
@@ -257,8 +257,8 @@ class Pools:
     ) -> list[tuple[str, Output]]:
         """Add outputs of other drafters to the pools of their tenants.
 
-        Outputs of a tenant that is not in memory go to the log. Without a log, they do not evict
-        other tenants. `commit` writes all of them and the note, or nothing.
+        Outputs of a tenant that is not in memory go to the log. If there is no log, they do not
+        evict other tenants. `commit` writes all of them and the note, or nothing.
 
         Args:
             learned: tenants and outputs, oldest first.
@@ -294,7 +294,7 @@ class Pools:
 
         Args:
             tenant: name of the tenant.
-            num_tokens: tokens, with one more for each output.
+            num_tokens: number of tokens, plus one for each output.
             lock: held during drafts.
         """
         with self._all_loaded({tenant}), lock:
@@ -320,7 +320,7 @@ class Pools:
         return self._log.note() if self._log is not None else None
 
     def may_hold(self, tenant: str, time_s: float) -> bool:
-        """Return whether a tenant may have outputs that ended at this time or before."""
+        """Return whether a tenant may have outputs that ended at or before this time."""
         if self._log is None or self._log.failures:
             with self._lock:
                 return tenant in self._in_use
@@ -330,11 +330,11 @@ class Pools:
     def deletion(self, tenant: str) -> Iterator[Pool | None]:
         """Yield a tenant's pool, if it is in memory.
 
-        During the block `get` refuses the tenant, so that deleted outputs are not loaded again;
-        other tenants are not affected.
+        During the block `get` refuses the tenant, so that deleted outputs are not loaded again.
+        Other tenants are not affected.
 
         Raises:
-            LimitExceededError: the tenant's data is being deleted already.
+            LimitExceededError: the tenant's data is already being deleted.
         """
         with self._lock:
             self.check_kept(tenant)
@@ -357,15 +357,15 @@ class Pools:
             return is_loaded
 
     def take_limits(self, limits: Limits) -> None:
-        """Change the number of tenants; pools beyond it are evicted when others are used.
+        """Change the number of tenants; later calls evict pools beyond it.
 
-        Takes no lock, because callers hold the drafter's, which elsewhere is taken after this one.
+        Takes no lock, because callers hold the drafter's lock, which elsewhere is taken second.
         """
         self._limits = limits
 
     @property
     def is_logged(self) -> bool:
-        """Whether outputs are also kept on disk, so that evicted ones can be loaded again."""
+        """Whether outputs are also on disk, so that evicted ones can be loaded again."""
         return self._log is not None
 
     def snapshot(self, directory: Path, lock: Lock) -> int:
@@ -402,7 +402,7 @@ class Pools:
             self._log.delete(scope.tenant)
 
     def name_vocabulary(self, fingerprint: str) -> None:
-        """Store the fingerprint of the tokenizer, which was unknown so far."""
+        """Store the fingerprint of the tokenizer, which was unknown until now."""
         if self._log is not None:
             self._log.name_vocabulary(fingerprint)
 
@@ -428,7 +428,7 @@ class Pools:
         return pool
 
     def _load(self, tenant: str, *, is_locked: bool = False) -> Pool:
-        """Return a new pool with the tenant's records from the log, as far as there is room."""
+        """Return a new pool with as many of the tenant's records from the log as fit."""
         limits = self._limits
         orders = GENERATIONS_LIMITS if self._has_corpus(tenant) else GENERATIONS_ALONE
         charge = None

@@ -1,4 +1,4 @@
-"""The database of a sequence itself: prompt and output so far."""
+"""The database of a sequence itself: its prompt, and its output so far."""
 
 from contextlib import AbstractContextManager
 from typing import Final
@@ -15,27 +15,28 @@ from retriever.predict.stores import (
 from retriever.tree import Source
 
 LONG_COMMIT: Final = 1 << 14
-"""Most tokens that are committed to a sequence in one piece: it takes a millisecond."""
+"""Most tokens that are committed to a sequence at once; this takes a millisecond."""
 
 SEQUENCE_BYTES: Final = 5 << 10
-"""Memory of a session without its tokens: some forty objects; 4.3 KB were measured over 1,900."""
+"""Memory of a session without its tokens: some forty objects. We measured 4.3 KB over 1,900
+sessions."""
 
 
 def context_bytes(num_tokens: int) -> int:
-    """Return the memory of a sequence that begins with or grows to `num_tokens`, in bytes."""
+    """Return the memory of a sequence that starts with or grows to `num_tokens`, in bytes."""
     return store_bytes(2 * num_tokens, CONTEXT_LIMITS, Source.CONTEXT) + SEQUENCE_BYTES
 
 
 class Context:
-    """The sequence itself, in a store that grows.
+    """The sequence itself, in a growing store.
 
     Attributes:
-        step: the sequence's requests to the kernel, kept between steps.
+        step: the sequence's requests to the kernel; the record is reused for each step.
         address: address of its store, packed for kernels; it changes when the store grows.
     """
 
     def __init__(self, prompt: TokenIds, charge: Charge | None = None) -> None:
-        """Begin with int32[n]."""
+        """Start with some tokens, int32[n]."""
         self._charge = charge
         self.step = StepRecord()
         self._take(ChainStore(2 * len(prompt), CONTEXT_LIMITS, Source.CONTEXT, prompt))
@@ -49,7 +50,7 @@ class Context:
         return len(self._store)
 
     def commit(self, tokens: TokenIds) -> None:
-        """Append int32[n], committed tokens."""
+        """Append committed tokens, int32[n]."""
         if not self._store.has_room(len(tokens)):
             self._grow(len(self) + len(tokens))
         self._store.extend(tokens)
@@ -73,7 +74,7 @@ class Context:
         self.settle()
 
     def is_long(self, num_tokens: int) -> bool:
-        """Return whether committing `num_tokens` more would hold up other work for too long."""
+        """Return whether committing `num_tokens` more would block other work for too long."""
         size = len(self._store) + num_tokens
         return size > LONG_COMMIT and (num_tokens > LONG_COMMIT or size > self._store.capacity)
 
@@ -104,11 +105,11 @@ class Context:
         return self._store.last(num_tokens)
 
     def has_room(self, num_tokens: int) -> bool:
-        """Return whether `num_tokens` more can be supposed."""
+        """Return whether `num_tokens` more tokens can be appended tentatively."""
         return self._store.has_room(num_tokens)
 
     def supposing(self, tokens: TokenIds) -> AbstractContextManager[None]:
-        """Append int32[n] tentatively during the block; the caller has checked for room."""
+        """Append tokens, int32[n], for the block only; the caller has checked for room."""
         return self._store.supposing(tokens)
 
     @property
@@ -128,5 +129,5 @@ class Context:
 
     @property
     def cursor(self) -> Cursor:
-        """Where the sequence is being copied from, and its edits, in the form of kernels."""
+        """The place from which the sequence is copied, and its edits, in the form of kernels."""
         return self._store.cursor

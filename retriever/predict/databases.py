@@ -2,9 +2,10 @@
 
 All answer in one form: rows of evidence (`ROW`), each with a continuation, the length of the match
 before it and the number of occurrences. `DATABASES` lists them. The kernel that drafts
-(`kernels.entries.step_sequences`) queries those with a stage; the others are queried by their own
-method (`question.Database`). To add a database, write it in a separate file with a source for its
-nodes (`Source.register`), and list it (`register_database`), as `examples/known_texts.py` does.
+(`kernels.entries.step_sequences`) queries the databases that have a stage. Other databases are
+queried through their own method (`question.Database`). To add a database, write it in a separate
+file with a source for its nodes (`Source.register`), and list it (`register_database`), as
+`examples/known_texts.py` does.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +31,7 @@ from retriever.tree import Source
 
 
 class Run(NamedTuple):
-    """Stages of a draft that one kernel call does, and the database that is queried afterwards."""
+    """Stages of a draft that one kernel call runs, and the database that is queried afterwards."""
 
     stages: int
     then: Database | None
@@ -46,10 +47,10 @@ def _supposes(kind: type) -> bool:
 
 
 class ForcedOutput(NamedTuple):
-    """What a grammar forces, and the tokens before the output.
+    """Drafts of the text that a grammar forces, and where the output starts.
 
     Attributes:
-        drafts: of the output.
+        drafts: forced drafts of the output.
         begins: length of the prompt.
     """
 
@@ -65,13 +66,13 @@ class Databases:
         pool: generations and learned weights, shared with the tenant's other sequences.
         corpus: the indexes, shared with all other sequences.
         learns: whether committed tokens update the pool's weights.
-        phrases: the sequence's cursor in the listed phrases; None without any.
-        predictions: texts that the caller expects in the output; None without any.
+        phrases: the sequence's cursor in the listed phrases; None if there are none.
+        predictions: texts that the caller expects in the output; None if there are none.
 
     Attributes:
         step: the sequence's requests to the kernel.
-        forced: what a grammar forces in it; None without one.
-        lane: the sequence's lane among the tenant's running ones.
+        forced: drafts of what a grammar forces in the sequence; None without a grammar.
+        lane: the sequence's lane among the tenant's running outputs.
         runs: the kernel calls of a draft: one, unless there are databases without a stage.
         is_compiled: whether one kernel call queries all databases, from the tenant's shared data.
         appends: whether that call can also append the tokens. It cannot if the sequence writes a
@@ -112,11 +113,11 @@ class Databases:
         self.step.join(self.lane.address)
 
     def force(self, drafts: ForcedDrafts | None, begins: int) -> None:
-        """Draft what a grammar forces behind so many tokens; before the first draft."""
+        """Draft what a grammar forces after a prompt of `begins` tokens; call before any draft."""
         self.forced = None if drafts is None else ForcedOutput(drafts, begins)
 
     def expect(self, predictions: Predictions) -> None:
-        """Draft from these predictions from now on; they begin with the previous ones."""
+        """Draft from these predictions from now on; they start with the previous ones."""
         if self.predictions is not None:
             predictions.go_on_from(self.predictions)
         self.predictions = predictions
@@ -126,11 +127,11 @@ class Databases:
         """Apply the sequence's group and model versions; called before its first draft.
 
         Sequences of a group draft from each other's running outputs. If the pool has no running
-        outputs, the sequence serves no others.
+        outputs, no other sequence drafts from this one.
 
         Args:
             kin: the options of the sequence.
-            is_shared: whether the tenant's other sequences are served, too.
+            is_shared: whether the tenant's other sequences may also draft from it.
         """
         running = self.pool.running
         if kin.group and running is not None:
@@ -146,7 +147,7 @@ class Databases:
         return RunningOutput(running, fields, self.context, len(self.context))
 
     def leave(self) -> None:
-        """Remove everything of the ended sequence from the running outputs."""
+        """Remove the ended sequence's tokens from the running outputs."""
         self.lane.leave()
         self.pool.tidy()
 
@@ -158,7 +159,7 @@ class Databases:
 
     @property
     def touched_bytes(self) -> int:
-        """Resident memory of both, in bytes."""
+        """Resident memory of the sequence and its predictions, in bytes."""
         predicted = 0 if self.predictions is None else self.predictions.touched_bytes
         return self.context.touched_bytes + predicted
 
@@ -176,13 +177,13 @@ class Databases:
             self.step.forget_match()
 
     def commit(self, tokens: TokenIds) -> None:
-        """Append int32[n] to the sequence."""
+        """Append tokens, int32[n], to the sequence."""
         if len(tokens):
             self.append(tokens)
             self.lane.commit(tokens)
 
     def append(self, tokens: TokenIds) -> None:
-        """Append int32[n] to the sequence, but not to its lane, as `lane.commit` does.
+        """Append tokens, int32[n], to the sequence, but not to its lane, unlike `lane.commit`.
 
         Needs no lock if nothing else uses the sequence meanwhile.
         """
@@ -192,7 +193,7 @@ class Databases:
             database.commit(tokens)
 
     def committed(self, tokens: TokenIds) -> None:
-        """Note int32[n] that a kernel has appended to the sequence."""
+        """Register tokens, int32[n], that a kernel has appended to the sequence."""
         if not self.appends:
             for database in self._others:
                 database.commit(tokens)
@@ -205,7 +206,7 @@ class Databases:
 
     @contextmanager
     def supposing(self, tokens: TokenIds) -> Iterator[None]:
-        """Make all databases answer as if int32[n] were committed, during the block.
+        """Make all databases answer as if some tokens, int32[n], were committed, during the block.
 
         `can_suppose` must be true. Everything is undone at the end.
         """
@@ -223,16 +224,16 @@ class Databases:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DatabaseKind:
-    """A database in the list of all.
+    """An entry of the list of databases.
 
     Attributes:
-        source: marks its rows.
+        source: marks the rows of the database.
         trust: weight of one of its occurrences relative to other databases, before mixing. Learned
-            weights correct it: doubling or halving changes little.
+            weights correct it: doubling or halving it changes little.
         open: returns the database for a sequence, given the sequence's other databases, or None if
             the sequence has none. Called again when a sequence gets predictions or joins a group. A
-            registered database belongs to the process and brings its own data.
-        stage: instead of `open`, the stage of the kernel that queries the database.
+            registered database belongs to the process and has its own data.
+        stage: the kernel stage that queries the database, if there is no `open`.
     """
 
     source: Source
@@ -262,15 +263,15 @@ DATABASES: Final = [
     DatabaseKind(Source.PHRASES, 12.0, _phrases_of),
     DatabaseKind(Source.CORPUS, 0.35, stage=CORPUS),
 ]
-"""All databases, in the order of queries and of the kernel's stages. The sequence is first: its
-stage marks its recent tokens for the others."""
+"""All databases, in the order of queries and of the kernel's stages. The sequence is first, because
+its stage marks its recent tokens for the others."""
 
 
 _IS_FINAL: Final = Event()
 
 
 def finish_list() -> None:
-    """Close the list of databases, because a drafter uses those that exist when it is made."""
+    """Close the list of databases, because a drafter uses the list as it is when it is created."""
     _IS_FINAL.set()
 
 
@@ -290,10 +291,10 @@ def _runs_of(others: Mapping[DatabaseKind, Database]) -> list[Run]:
 
 
 def register_database(kind: DatabaseKind) -> None:
-    """Add a database to all drafters of the process, before any is made.
+    """Add a database to all drafters of the process, before any is created.
 
     Raises:
-        ValueError: another database has its source, or a drafter has been made.
+        ValueError: another database has this source, or a drafter has been created.
     """
     if any(kind.source == other.source for other in DATABASES):
         raise ValueError(f"a database with the source {kind.source.label} is registered already")

@@ -1,10 +1,10 @@
 """Drafts: grow a tree from what databases find, and learn from the tokens that follow.
 
 A step commits tokens to some sequences and drafts for each. The kernel does all of it in one call
-(`kernels.entries.step_sequences`), except for databases without a stage, which are queried between
-two calls. Sequences of one tenant and one corpus are divided over threads, because a draft writes
-only to scratch memory and its own sequence. Each thread takes the next sequence that has not been
-taken, so trees do not depend on the number of threads.
+(`kernels.entries.step_sequences`), except for databases without a stage: those are queried between
+two calls. Several threads share the sequences of one tenant and one corpus, because a draft writes
+only to scratch memory and its own sequence. Each thread takes the next free sequence, so trees do
+not depend on the number of threads.
 """
 
 import math
@@ -38,7 +38,7 @@ from retriever.predict.step_record import (
 from retriever.tree import NODE_BYTES, BlockTree, DraftTree
 
 LEAST_SEQUENCES: Final = 4
-"""Fewest sequences per thread in a step: with fewer, waking a thread costs what it saves."""
+"""Fewest sequences per thread in a step; with fewer, waking a thread costs what it saves."""
 
 _NO_LIVE: Final = live_table(0)
 _COMMIT: Final = OUTCOME + APPEND
@@ -49,11 +49,11 @@ _WHOLE: Final = CHECK + _COMMIT + DRAFT
 class Prior:
     """Relative weights of rows of evidence, before mixing.
 
-    The weight by database is in `databases.DATABASES`.
+    The weight of each database is in `databases.DATABASES`.
 
     Attributes:
-        backoff: count at which a match of one token takes half of the probability left by longer
-            matches; a match of k tokens needs 1/k of it.
+        backoff: count at which a match of one token takes half of the probability that longer
+            matches leave; a match of k tokens needs 1/k of this count.
         escape: weight of tokens that no row predicts, at every node.
         rate: learning rate.
     """
@@ -75,14 +75,14 @@ DEFAULT_PRIOR: Final = Prior()
 
 
 Asked = tuple[Databases, DraftRequest]
-"""A sequence of a step and its request, with new tokens as int32[n]."""
+"""A sequence of a step, and its request with new tokens as int32[n]."""
 
 
 class RefusedStepError(Exception):
-    """A step is refused before any of it is done.
+    """A step is refused before any part of it is done.
 
     Attributes:
-        place: place of the first sequence that does not fit.
+        place: index of the first sequence that does not fit.
     """
 
     def __init__(self, place: int) -> None:
@@ -103,7 +103,7 @@ class Counted(NamedTuple):
 
     @classmethod
     def none(cls) -> Self:
-        """Return counts from 0."""
+        """Return counts that are all zero."""
         return cls(no_outcomes(), np.zeros(MAX_POSITIONS + 2, np.int64))
 
 
@@ -113,13 +113,13 @@ class Predictor:
     Args:
         max_budget: most nodes of any tree.
         prior: weights before learning.
-        num_threads: number of threads that a step of many sequences is divided over.
+        num_threads: number of threads that share a step of many sequences.
 
     Attributes:
         bounds: int64[3], the bounds that steps are checked against, with the fields of `BOUNDS`.
         counted: counts of drafts whose outcome is known.
-        scratch: scratch memory of the last draft; holds its candidates until the next one.
-        num_rows: rows of evidence of the last draft.
+        scratch: scratch memory of the last draft; holds its candidates until the next draft.
+        num_rows: number of evidence rows of the last draft.
     """
 
     def __init__(self, max_budget: int, prior: Prior = DEFAULT_PRIOR, num_threads: int = 1) -> None:
@@ -142,8 +142,8 @@ class Predictor:
         """Commit tokens to a sequence and draft for it, usually in one kernel call.
 
         Raises:
-            RefusedStepError: it does not fit; nothing is done.
-            TypeError: a value is not a number; nothing is done. Likewise for `struct.error`.
+            RefusedStepError: the request does not fit; nothing is done.
+            TypeError: a value is not a number; nothing is done. `struct.error` means the same.
         """
         _, tokens, length, budget, min_probability, _ = request
         step, num_tokens = databases.step, len(tokens)
@@ -167,7 +167,7 @@ class Predictor:
         )  # fmt: skip
         step_sequences(self._shared(databases), self.scratch.address, step.alone, self._turn)
         refusal, size, self.num_rows, learned = ANSWER.unpack_from(memory, ANSWER_AT)
-        if refusal:  # perhaps for lack of room, which `step_all` makes
+        if refusal:  # perhaps there is no room; `step_all` makes room
             return self.step_all([(databases, request)])[0]
         databases.pool.learned += learned
         if not is_last:
@@ -175,19 +175,19 @@ class Predictor:
         return BlockTree(memory[TREE_AT : TREE_AT + NODE_BYTES * budget], size)
 
     def step_all(self, asked: Sequence[Asked]) -> list[DraftTree]:
-        """Commit the tokens of each sequence, then draft; return each one's tree, in order.
+        """Commit the tokens of each sequence, then draft; return the trees in order.
 
-        The result is that of one `commit` after the other, then one `draft` after the other.
+        The result is as if each sequence called `commit`, and then each called `draft`.
 
         Raises:
-            RefusedStepError: one of them does not fit; nothing is done.
+            RefusedStepError: one of the requests does not fit; nothing is done.
         """
         if any(databases.forced is not None for databases, _ in asked):
             return self._step_forced(asked)
         return self._step_all(asked)
 
     def _step_forced(self, asked: Sequence[Asked]) -> list[DraftTree]:
-        """Do as `step_all`, where grammars forbid and force some of what is drafted."""
+        """Do what `step_all` does, for sequences whose grammars forbid or force some tokens."""
         wider = [
             (databases, request._replace(budget_nodes=self._nodes_to_ask(databases, request)))
             for databases, request in asked
@@ -212,7 +212,7 @@ class Predictor:
         is_alike = self._ask_all(asked)
         steps = _addresses(asked)
         refused = check_steps(self.bounds, steps)
-        if refused >= 0:  # perhaps for lack of room, which is made now
+        if refused >= 0:  # perhaps there is no room; make room now
             for databases, request in asked[refused:]:
                 databases.context.ensure_room(len(request.new_tokens))
             refused = check_steps(self.bounds, steps)
@@ -224,7 +224,7 @@ class Predictor:
             self._last = ref(asked[-1][0])
             return trees
         trees = [DraftTree.empty()] * len(asked)
-        # The unit of the last sequence comes last, because the last draft is learned from.
+        # The group of the last sequence comes last, because the last draft is learned from.
         for numbers, members in sorted(self._units(asked), key=_last_number):
             databases, request = members[-1]
             if databases.is_compiled:
@@ -263,7 +263,7 @@ class Predictor:
         return is_alike
 
     def learns_from(self, databases: Databases) -> bool:
-        """Return whether tokens that follow a sequence are learned from: it had the last draft."""
+        """Return whether tokens after a sequence are learned from: it had the last draft."""
         return databases.learns and self._last is not None and self._last() is databases
 
     def draft(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:
@@ -277,19 +277,19 @@ class Predictor:
         return tree
 
     def commit(self, databases: Databases, tokens: TokenIds) -> None:
-        """Append int32[n], count the draft's outcome, and learn from it if it was the last one."""
+        """Append tokens, int32[n]; count the draft's outcome, and learn if it was the last."""
         databases.context.ensure_room(len(tokens))
         self._follow(databases, tokens, _COMMIT)
         databases.committed(tokens)
 
     def note(self, databases: Databases, tokens: TokenIds) -> None:
-        """Count and learn from int32[n] that follow, as `commit` does, but append nothing."""
+        """Count and learn from the next tokens, int32[n], like `commit`, but append nothing."""
         self._follow(databases, tokens, OUTCOME)
 
     def suppose(
         self, databases: Databases, tokens: TokenIds, budget: int, min_probability: float
     ) -> DraftTree:
-        """Return the tree after int32[n] that may come; nothing is learned from it."""
+        """Return the tree after tokens that may come, int32[n]; nothing is learned from it."""
         if budget == 0:
             return DraftTree.empty()
         if self._ahead is None:
@@ -304,7 +304,7 @@ class Predictor:
             return self._grow(databases, step, scratch, budget)
 
     def _learn_first(self, asked: Sequence[Asked]) -> None:
-        """Learn from the last draft, if its sequence is in the step, before others read weights."""
+        """Learn from the last draft if its sequence is in the step, before others use weights."""
         last = None if self._last is None else self._last()
         for databases, request in asked if last is not None and last.learns else ():
             if databases is last and len(request.new_tokens):
@@ -316,9 +316,9 @@ class Predictor:
                 databases.step.ask_again(stages)
 
     def _units(self, asked: Sequence[Asked]) -> Iterable[tuple[list[int], list[Asked]]]:
-        """Return groups of sequences, with their numbers, that are drafted for together.
+        """Return the groups of sequences that are drafted for together, with their numbers.
 
-        Sequences with empty trees are left out. If a kernel cannot append a sequence's tokens while
+        Sequences with empty trees are omitted. If a kernel cannot append a sequence's tokens while
         it drafts for others, they are committed now.
         """
         units: dict[Any, tuple[list[int], list[Asked]]] = {}
@@ -340,7 +340,7 @@ class Predictor:
     def _draft_together(
         self, members: Sequence[Asked], steps: NDArray[np.int64]
     ) -> list[DraftTree]:
-        """Do the requests of sequences of one tenant and one corpus."""
+        """Run the requests of sequences of one tenant and one corpus."""
         shared, turn = self._shared(members[0][0]), self._turn
         turn[0] = 0
         helping = [
@@ -350,7 +350,7 @@ class Predictor:
         last = step_sequences(shared, self.scratch.address, steps, turn)
         latest = [last, *(each.result() for each in helping)]
         place = latest.index(len(members) - 1)
-        if place:  # keep the scratch of the last sequence, to learn from
+        if place:  # the scratch of the last sequence stays, to learn from it
             self._scratches[place - 1], self.scratch = self.scratch, self._scratches[place - 1]
         self.num_rows = members[-1][0].step.answer()[2]
         return [databases.step.drafted(each.budget_nodes) for databases, each in members]
@@ -358,7 +358,7 @@ class Predictor:
     def _grow(
         self, databases: Databases, step: StepRecord, scratch: Scratch, budget: int
     ) -> DraftTree:
-        """Query all databases of a sequence, those without a stage between two kernel calls."""
+        """Query all databases of a sequence; those without a stage come between kernel calls."""
         row = size = 0
         for stages, then in databases.runs:
             step.ask_again(stages, row)
@@ -368,7 +368,7 @@ class Predictor:
         return step.tree(size, budget)
 
     def _follow(self, databases: Databases, tokens: TokenIds, stages: int) -> None:
-        """Count and learn from int32[n] that follow a sequence."""
+        """Count and learn from the tokens, int32[n], that follow a sequence."""
         rate = 0.0
         if len(tokens) and self.learns_from(databases):
             self._last = None
@@ -391,7 +391,7 @@ class Predictor:
         return self._answered(databases, step)
 
     def _answered(self, databases: Databases, step: StepRecord) -> int:
-        """Take over a kernel's answer; return the size of the tree."""
+        """Read a kernel's answer; return the size of the tree."""
         refusal, size, self.num_rows, learned = step.answer()
         if refusal:
             raise RefusedStepError(0)
@@ -421,7 +421,7 @@ class Predictor:
             pool.drafted_from = known
         oldest = databases.lane.oldest_version
         if oldest and pool.generations.has_older(oldest):
-            # The live table does not distinguish versions: it is left out while it counts outputs
+            # The live table does not distinguish versions: it is omitted while it counts outputs
             # of versions that are too old.
             return pack(known.shared._replace(live=_NO_LIVE))
         return known.packed
@@ -433,7 +433,7 @@ class Predictor:
         return self._threads
 
     def _helping(self, num_sequences: int) -> list[Scratch]:
-        """Return the scratch memory of each helper thread that is worth using."""
+        """Return the scratch memory of each helper thread that pays off."""
         wanted = min(self._num_threads, num_sequences // LEAST_SEQUENCES) - 1
         while len(self._scratches) < wanted:
             self._scratches.append(Scratch(self._max_budget, prior=self._prior))

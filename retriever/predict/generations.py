@@ -36,7 +36,7 @@ _BEGAN_S: Final = time.time() - time.clock_gettime(_RISING)
 def steady_time() -> float:
     """Return seconds since 1970, based on the system clock at the start of this process.
 
-    Setting the system clock later does not change the age of outputs.
+    If the system clock is set later, the age of outputs does not change.
     """
     return _BEGAN_S + time.clock_gettime(_RISING)
 
@@ -46,14 +46,14 @@ class Scope(NamedTuple):
 
     Attributes:
         tenant: name of the tenant.
-        origin: origin of outputs, see `session_origin`; empty for all of the tenant.
+        origin: origin of the outputs, see `session_origin`; empty for all outputs of the tenant.
     """
 
     tenant: str
     origin: bytes = b""
 
     def covers(self, other: Self) -> bool:
-        """Return whether deleting this scope deletes the other."""
+        """Return whether deleting this scope also deletes the other scope."""
         return self.tenant == other.tenant and self.origin in {b"", other.origin}
 
 
@@ -63,23 +63,23 @@ def session_origin(name: str) -> bytes:
 
 
 _MARGIN: Final = 8
-"""Tokens are uncounted this many tokens before they are overwritten, because uncounting a token
-needs the tokens before it as its context."""
+"""Tokens are subtracted from the counts this many tokens before they are overwritten: the context
+of a token is the tokens before it, so they must still exist."""
 
 _AT_ONCE: Final = 1 << 12
-"""Tokens added in one step while others wait: it takes a millisecond or two."""
+"""Most tokens added in one piece while others wait; this takes a millisecond or two."""
 
-_END_BYTES: Final = 200  # of the entry for an output's end: four small objects
+_END_BYTES: Final = 200  # size of the entry for an output's end: four small objects
 
 POOL_BYTES: Final = 8 << 10
-"""Memory of a tenant's pool without its outputs: weights and some forty objects; 7.5 KB were
-measured over 1,000 pools."""
+"""Memory of a tenant's pool without its outputs: weights and some forty objects. We measured 7.5 KB
+over 1,000 pools."""
 
 _END: Final = np.array([SEPARATOR], np.int32)
 
 
 class Output(NamedTuple):
-    """One generation: what a model wrote for one sequence.
+    """One generation: the output of a model for one sequence.
 
     Attributes:
         tokens: int32[n], token ids.
@@ -102,7 +102,7 @@ NO_OUTPUT: Final = Output(np.empty(0, np.int32), 0.0)
 
 
 class _End(NamedTuple):
-    """The end of an output in the ring, after its separator, and the output's attributes."""
+    """The position in the ring after an output's separator, and the output's attributes."""
 
     time_s: float
     position: int
@@ -113,17 +113,17 @@ class _End(NamedTuple):
 class Generations:
     """The newest `capacity` tokens of generations that are not older than `max_age_s`.
 
-    The ring grows with its content, by doubling. An output takes one slot more than it has tokens.
-    Not thread-safe: callers hold a lock.
+    The ring doubles as it fills. An output takes one slot more than it has tokens. Not thread-safe:
+    callers hold a lock.
 
     Args:
         capacity: most tokens to hold; rounded up to a power of two. Each takes 24 bytes, and 6 more
             for each order of n-grams beyond two.
         max_age_s: outputs older than this are not read, in seconds.
         clock: returns seconds since 1970.
-        limits: the n-grams that outputs are indexed by.
-        charge: for its memory; the ring does not grow if there is no room for that. None to grow
-            freely.
+        limits: the n-grams that index the outputs.
+        charge: charge for the memory; the ring does not grow if there is no room for that. None to
+            grow freely.
 
     Attributes:
         live: int64[sets, WAYS], counts of successors.
@@ -173,7 +173,7 @@ class Generations:
         return len(self._store) - self._store.oldest
 
     def add(self, output: TokenIds, time_s: float | None = None) -> None:
-        """Remember int32[n], the output of one sequence.
+        """Remember the output of one sequence, int32[n].
 
         Args:
             output: token ids.
@@ -184,11 +184,11 @@ class Generations:
             self.extend([Output(output, self._clock() if time_s is None else time_s)])
 
     def extend(self, outputs: Sequence[Output]) -> None:
-        """Remember several outputs, oldest first, after those that are being added in pieces."""
+        """Remember several outputs, oldest first, after those still being added in pieces."""
         if self._is_adding:
             self._coming.extend(outputs)
             return
-        if self._coming:  # the iterator that was to add them was dropped
+        if self._coming:  # the iterator that should have added them was dropped
             outputs = [*self._coming, *outputs]
             self._coming.clear()
         self._expire()
@@ -206,18 +206,18 @@ class Generations:
         self._settle()
 
     def adding(self, output: Output) -> Iterator[None]:
-        """Remember an output; a long one is added by the iterator, in pieces of a millisecond.
+        """Remember an output; for a long one, return an iterator that adds pieces of a millisecond.
 
-        It is queued immediately, so a deletion before the first piece deletes it, too. Others may
-        use this object between pieces and find what has been added so far. Outputs that arrive
-        meanwhile follow it. If everything is deleted meanwhile, nothing of it remains.
+        The output is queued immediately, so a deletion before the first piece also deletes it.
+        Others may use this object between pieces, and find the pieces added so far. Outputs that
+        arrive meanwhile follow it. If everything is deleted meanwhile, nothing of it remains.
         """
         if self._is_quick(len(output.tokens) + 1):
             self.extend([output])
             return iter(())
         self._coming.append(output)
         if self._is_adding:
-            return iter(())  # the iterator that adds the others adds this one, too
+            return iter(())  # the running iterator adds this output, too
         pieces = self._adding_all(self._epoch)
         self._adder = ref(pieces)
         return pieces
@@ -239,13 +239,13 @@ class Generations:
                 self._adder = None
 
     def _is_quick(self, num_tokens: int) -> bool:
-        """Return whether adding `num_tokens` is short enough for a single step."""
+        """Return whether adding `num_tokens` is short enough for a single piece."""
         moved = self._num_held if self._is_too_small(num_tokens) else 0
         return num_tokens + moved <= 2 * _AT_ONCE
 
     @property
     def _num_held(self) -> int:
-        """Tokens that can be read, with separators."""
+        """Number of tokens that can be read, including separators."""
         return len(self._store) - self._store.oldest
 
     def _is_too_small(self, num_tokens: int) -> bool:
@@ -254,7 +254,7 @@ class Generations:
         return capacity < self._capacity and self._num_held + num_tokens > capacity
 
     def _adding(self, output: Output, epoch: int) -> Iterator[None]:
-        """Append an output in pieces, and note its end."""
+        """Append an output in pieces, and record its end."""
         self._expire()
         yield from self._making_room(len(output.tokens) + 1, epoch)
         for begin in range(0, len(output.tokens), _AT_ONCE):
@@ -284,10 +284,10 @@ class Generations:
         return found
 
     def removing(self, origin: bytes) -> Iterator[None]:
-        """Delete the outputs of an origin in the first step, and add the others again.
+        """Delete the outputs of an origin in the first step, then add the other outputs again.
 
-        A step takes a millisecond or two. Others may use this object between steps and find what
-        has been added so far.
+        A step takes a millisecond or two. Others may use this object between steps, and find the
+        outputs added so far.
         """
         coming = list(self._coming)  # the first may already be in the ring in part
         origins = [each.origin for each in self._ends] + [each.origin for each in coming]
@@ -339,7 +339,7 @@ class Generations:
         kept: deque[Output] = deque()
         num_tokens = 0
         newest_first = [*self.outputs(), *coming][::-1]
-        if newest_first:  # if it is too long, its end is kept
+        if newest_first:  # if it is too long, only its end stays
             newest = newest_first[0]
             newest_first[0] = newest._replace(tokens=newest.tokens[1 - size :])
         for output in newest_first:
@@ -372,13 +372,13 @@ class Generations:
     def _make_room(self, num_tokens: int) -> None:
         """Move to a larger ring if the tokens would overwrite outputs within the capacity.
 
-        Its size at least doubles, so each token is re-linked about once on average.
+        The size at least doubles, so each token is linked again about once on average.
         """
         for _ in self._making_room(num_tokens, self._epoch):
             pass
 
     def _making_room(self, num_tokens: int, epoch: int) -> Iterator[None]:
-        """Do as `_make_room` does, in pieces; the smaller ring is read until all is moved."""
+        """Do what `_make_room` does, in pieces; drafts read the smaller ring until all is moved."""
         store = self._store
         if not self._is_too_small(num_tokens):
             return
@@ -386,7 +386,7 @@ class Generations:
         size = self._affordable(min(self._capacity, wanted))
         if size <= store.capacity or self._store is not store:
             self._settle()
-            return  # no room, or this ring was shrunk to make some: the oldest are overwritten
+            return  # no room, or the ring was shrunk to make room: the oldest is overwritten
         grown = ChainStore(size, self._limits, Source.GENERATIONS, start=store.oldest)
         grown.tokens[(store.oldest - 1) & (size - 1)] = (
             SEPARATOR  # nothing precedes the first token
@@ -399,7 +399,7 @@ class Generations:
                 return
             part = tokens[begin : begin + _AT_ONCE]
             add_tokens(grown.address, live, part, first, 0)
-        oldest = store.oldest  # some may have expired meanwhile
+        oldest = store.oldest  # some outputs may have expired meanwhile
         self._take(grown, live)
         self._counted_from = first
         if oldest > first:
@@ -419,14 +419,14 @@ class Generations:
         return size
 
     def _append(self, tokens: TokenIds) -> None:
-        """Append int32[n], after uncounting the overwritten tokens."""
+        """Append tokens, int32[n]; the tokens that they overwrite are first subtracted."""
         store = self._store
         self._counted_from = add_tokens(
             store.address, self.live, tokens, self._counted_from, _MARGIN
         )
 
     def _take_back(self, position: int) -> None:
-        """Uncount tokens before `position`."""
+        """Subtract the tokens before `position` from the counts."""
         end = min(position, len(self._store))
         if end > self._counted_from:
             count_tokens(self.live, self._store.tokens, self._counted_from, end, -1)
@@ -449,7 +449,7 @@ class Generations:
             begin += len(output.tokens) + 1
 
     def _note_version(self, version: int, begin: int) -> None:
-        """Note which version wrote the tokens from a position on."""
+        """Record which version wrote the tokens from a position on."""
         if version == self._version:
             return
         self._version = version
@@ -481,7 +481,7 @@ class Generations:
             self._ends.popleft()
 
     def _end_no_later(self, time_s: float) -> None:
-        """Make outputs that were added before an older one expire no later than that one."""
+        """Make each output expire no later than the outputs added after it."""
         place = len(self._ends) - 2
         while place >= 0 and self._ends[place].time_s > time_s:
             self._ends[place] = self._ends[place]._replace(time_s=time_s)
@@ -508,5 +508,5 @@ def generations_bytes(capacity: int, limits: ChainLimits) -> int:
 
 
 def live_table(capacity: int) -> NDArray[np.int64]:
-    """Return int64[sets, WAYS], an empty table with an entry for each token of a ring."""
+    """Return an empty table, int64[sets, WAYS], with an entry for each token of a ring."""
     return aligned_zeros((max(1, capacity // WAYS), WAYS), np.int64)

@@ -1,7 +1,8 @@
 """The memory ledger: bytes taken by each tenant's sequences and outputs, limited by ceilings.
 
-Every object that holds memory for a tenant owns a `Charge`, which is taken before the memory is
-allocated and ends when the owner is freed. Sizes follow from lengths, so most steps need no charge.
+Every object that holds memory for a tenant owns a `Charge`. The charge is taken before the memory
+is allocated, and ends when its owner is freed. Sizes follow from lengths, so most steps need no
+charge.
 """
 
 import resource
@@ -63,7 +64,7 @@ class Evictor(Protocol):
 
         Args:
             tenant: tenant that needs room.
-            num_bytes: how much it needs.
+            num_bytes: how many bytes it needs.
             limit: the limit that is reached.
             is_locked: whether the caller holds the drafter's lock.
         """
@@ -71,7 +72,7 @@ class Evictor(Protocol):
 
 
 class Charge:
-    """Memory of one owner; returned when the owner is freed, and this object with it.
+    """Memory of one owner; returned when the owner, and this object with it, is freed.
 
     Attributes:
         tenant: the tenant that the memory belongs to.
@@ -107,7 +108,7 @@ class Charge:
             self.num_bytes = num_bytes
 
     def settle(self, num_bytes: int) -> None:
-        """Set the charge to the actual size, which is less than was taken or little more."""
+        """Set the charge to the actual size, which is smaller or only a little larger."""
         if num_bytes != self.num_bytes:
             self._ledger.release(self.tenant, self.num_bytes - num_bytes)
             self.num_bytes = num_bytes
@@ -117,7 +118,7 @@ class Charge:
 
 
 class Ledger:
-    """Bytes by tenant, below a ceiling for all tenants and one for each. Thread-safe.
+    """Bytes of each tenant, limited by a ceiling for all tenants and one per tenant. Thread-safe.
 
     Args:
         max_bytes: ceiling for all tenants together.
@@ -125,8 +126,8 @@ class Ledger:
 
     Attributes:
         evictor: makes room; None without eviction.
-        max_bytes: as given.
-        max_tenant_bytes: as given.
+        max_bytes: ceiling for all tenants together.
+        max_tenant_bytes: ceiling for one tenant.
     """
 
     def __init__(self, max_bytes: int, max_tenant_bytes: int) -> None:
@@ -198,7 +199,7 @@ class Ledger:
             return ""
 
     def _settle(self) -> None:
-        """Book the returned bytes; called with the lock held."""
+        """Subtract the returned bytes; called with the lock held."""
         while self._released:
             tenant, num_bytes = self._released.popleft()
             self._total -= num_bytes
@@ -210,13 +211,13 @@ class Ledger:
         most = self.max_tenant_bytes if limit == "max_tenant_bytes" else self.max_bytes
         if num_bytes > most:
             return LimitExceededError(
-                f"{num_bytes} bytes are more than there is room for: at most {most} are kept; send "
+                f"{num_bytes} bytes are more than there is room for: the limit is {most}; send "
                 f"fewer tokens ({limit})",
                 limit=limit,
             )
-        whose = "of one tenant" if limit == "max_tenant_bytes" else "of all tenants together"
+        whose = "for one tenant" if limit == "max_tenant_bytes" else "for all tenants together"
         return LimitExceededError(
-            f"there is no room for {num_bytes} more bytes: at most {most} are kept, {whose}; close "
+            f"there is no room for {num_bytes} more bytes: the limit is {most} {whose}; close "
             f"sessions, or try again in {RETRY_S:g} s ({limit})",
             limit=limit,
             retry_after_s=RETRY_S,

@@ -1,8 +1,8 @@
 """The database of listed phrases: texts that a team writes verbatim, read from files.
 
-A phrase is drafted as soon as a context ends with its beginning. A file has one phrase per line. A
-`.jsonl` file holds JSON lines, `{"text": "…"}` or `{"ids": […]}`; any other file is text in UTF-8.
-Both can be compressed (`.gz`). Invalid lines are reported and skipped.
+A phrase is drafted as soon as a context ends with the phrase's beginning. A file has one phrase per
+line. A `.jsonl` file holds JSON lines, `{"text": "…"}` or `{"ids": […]}`; any other file is text in
+UTF-8. Both can be compressed (`.gz`). Invalid lines are reported and skipped.
 """
 
 import gzip
@@ -30,20 +30,20 @@ from retriever.predict.question import Question
 from retriever.tree import Source
 
 MAX_PHRASE_TOKENS: Final = 1024
-"""Longest phrase, in tokens: loading takes time quadratic in its length."""
+"""Longest phrase, in tokens; loading takes time quadratic in a phrase's length."""
 
 _JSON_LINES: Final = ".jsonl"
 _LINE_BREAK: Final = "\n"
 _CANNOT_BE_READ: Final = (OSError, EOFError, zlib.error)
 
 Encode = Callable[[str], Sequence[int]]
-"""Text to token ids, without special tokens around it."""
+"""Converts text to token ids, without special tokens around them."""
 
 Track = Callable[[Sequence[Any], str], Iterable[Any]]
-"""Yields items and shows progress under a description."""
+"""Yields items, and shows progress under a description."""
 
 Phrase = tuple[int, ...]
-"""Token ids of one phrase."""
+"""The token ids of one phrase."""
 
 
 class Problem(NamedTuple):
@@ -68,7 +68,7 @@ class PhraseReader:
     """Reads phrases.
 
     Attributes:
-        encode: the target model's tokenizer; None if there is none.
+        encode: the target model's tokenizer; None without a tokenizer.
         vocabulary_size: token ids must be below it; None if unknown.
         problems: lines skipped so far; appended to.
     """
@@ -114,7 +114,7 @@ class PhraseReader:
 
     @cached_property
     def _line_break(self) -> list[int]:
-        """Encoded at the first text, because tokenizers take seconds to load."""
+        """The encoded line break; computed at the first text, because tokenizers load slowly."""
         return list(self.encode(_LINE_BREAK)) if self.encode is not None else []
 
     def _checked(self, ids: ArrayLike) -> Phrase:
@@ -147,7 +147,7 @@ def _decoded(line: bytes) -> str:
 
 
 def _encodable(text: str) -> None:
-    """Refuse lone surrogates, which JSON can hold and a tokenizer cannot encode."""
+    """Refuse lone surrogates: JSON can contain them, but a tokenizer cannot encode them."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -169,7 +169,7 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 
 MAX_PHRASE_ROWS: Final = 32
-"""Most phrases in one draft: more cost time and rows that other databases need."""
+"""Most phrases in one draft; more would cost time, and rows that other databases need."""
 
 # The automaton searches a node's children linearly, and the root has one for every first token of a
 # phrase. So each token is split into two symbols of disjoint ranges, and no node has many children.
@@ -190,16 +190,17 @@ def _untracked(items: Sequence[Any], description: str) -> Iterable[Any]:
 class ListedPhrases:
     """The automaton of all listed phrases; immutable.
 
-    An Aho-Corasick automaton (Aho and Corasick, 1975) holds every beginning of every phrase, so a
-    new token costs one step, independent of the number of phrases.
+    An Aho-Corasick automaton (Aho and Corasick, 1975) holds every beginning of every phrase. So a
+    new token costs one step, whatever the number of phrases.
 
     Args:
-        phrases: token ids of each; a single token has no beginning and is never found.
+        phrases: token ids of each phrase. A phrase of one token has no beginning and is never
+            found.
         problems: skipped lines of files.
         track: shows progress.
 
     Attributes:
-        problems: as given.
+        problems: skipped lines of files.
     """
 
     def __init__(
@@ -284,7 +285,7 @@ class ListedPhrases:
         yield f"listed phrases: {len(self)} ({size})"
 
     def cursor(self, prompt: TokenIds) -> "PhraseCursor":
-        """Return a cursor after int32[n], a sequence's first tokens."""
+        """Return a cursor after a sequence's first tokens, int32[n]."""
         cursor = PhraseCursor(self)
         cursor.commit(prompt)
         return cursor
@@ -294,7 +295,7 @@ class ListedPhrases:
         return self._automaton.iter(()) if len(self._arrays.lengths) else None
 
     def longest_at_end(self, tokens: TokenIds) -> int:
-        """Return the longest beginning that int32[n] end with, or `NO_BEGINNING`."""
+        """Return the longest beginning at the end of tokens, int32[n], or `NO_BEGINNING`."""
         search = self.search()
         if search is None:
             return NO_BEGINNING
@@ -307,7 +308,7 @@ class ListedPhrases:
         """Write rows of evidence from `row` on; return the first free row.
 
         Args:
-            longest: the longest beginning that a context ends with, or `NO_BEGINNING`.
+            longest: the longest beginning at the end of a context, or `NO_BEGINNING`.
             depth: most tokens to copy of each phrase.
             scratch: written.
             row: first free row.
@@ -325,12 +326,12 @@ class ListedPhrases:
         """Add the beginnings of sorted phrases to the automaton, numbered in order.
 
         Returns:
-            For each beginning the first and the last phrase that continue it, and its length.
+            For each beginning: the first and the last phrase that continue it, and its length.
         """
         first_phrases: list[int] = []
         last_phrases: list[int] = []
         lengths: list[int] = []
-        open_numbers: list[int] = []  # of the last phrase's beginnings, the shortest first
+        open_numbers: list[int] = []  # the last phrase's beginnings, shortest first
         before: Phrase = ()
         for number, phrase in enumerate(listed):
             del open_numbers[_num_common(before, phrase) :]
@@ -347,11 +348,11 @@ class ListedPhrases:
         return first_phrases, last_phrases, lengths
 
     def _shorter_beginnings(self, listed: Iterable[Phrase], num_beginnings: int) -> list[int]:
-        """Return for each beginning the longest shorter one that is its suffix."""
+        """Return for each beginning the longest shorter beginning that is its suffix."""
         shorter = [NO_BEGINNING] * num_beginnings
         for phrase in listed:
             at, beginning = -1, NO_BEGINNING
-            # Of matches with the same end, the longest comes first: the phrase's own beginning.
+            # Of matches with the same end, the phrase's own beginning is longest and comes first.
             for end, number in self._automaton.iter(_symbols(phrase[:-1])):
                 if end != at:
                     at, beginning = end, number
@@ -364,7 +365,7 @@ class PhraseCursor:
     """The state of one sequence in the automaton. Not thread-safe.
 
     Args:
-        phrases: to search for.
+        phrases: the phrases to search for.
     """
 
     def __init__(self, phrases: ListedPhrases) -> None:
@@ -373,17 +374,17 @@ class PhraseCursor:
         self._longest = NO_BEGINNING
 
     def commit(self, tokens: TokenIds) -> None:
-        """Append int32[n]. Tokens too far from the end to matter are skipped."""
+        """Append tokens, int32[n]; those too far from the end to matter are skipped."""
         if self._search is None:
             return
         for token in tokens[-self._phrases.longest_beginning :].tolist():
             self._search.set((_HIGH + (token >> _SYMBOL_BITS), token & _LOW))
-            found = list(self._search)  # exhaust it before the next tokens
+            found = list(self._search)  # the iterator must end before the next tokens
             self._longest = found[0][1] if found else NO_BEGINNING
 
     @contextmanager
     def supposing(self, tokens: TokenIds, last: TokenIds) -> Iterator[None]:  # noqa: ARG002
-        """See `SupposingDatabase`; searches only the end of the text that a beginning can cover."""
+        """See `SupposingDatabase`; searches only as much text as a beginning can cover."""
         longest, self._longest = self._longest, self._phrases.longest_at_end(last)
         try:
             yield
@@ -404,6 +405,6 @@ def _symbols(tokens: Phrase) -> tuple[int, ...]:
 
 
 def _num_common(one: Phrase, other: Phrase) -> int:
-    """Return how many tokens two phrases have in common from the start."""
+    """Return how many tokens two phrases have in common at their start."""
     pairs = zip(one, other, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -21,8 +21,8 @@ class Entry:
 
     Attributes:
         tenant: the tenant that the output belongs to.
-        output: the generation; if it has no tokens, only the rest is written.
-        statistics: the tenant's weights as bytes, if changed since they were last logged.
+        output: the generation; if it has no tokens, only the other fields are written.
+        statistics: the tenant's weights as bytes, if they changed since they were last logged.
         note: opaque, replaces the previous note; see `retriever.plugins.replication`.
         saving: save status of the output.
     """
@@ -42,7 +42,7 @@ class DraftedFrom(NamedTuple):
         running: packed running outputs.
         corpus: the database of the indexes.
         bounds: bounds of steps.
-        shared: all of these.
+        shared: all of the above.
         packed: `shared`, packed for kernels.
     """
 
@@ -59,14 +59,14 @@ class Pool:
     """One tenant's generations and weights.
 
     Attributes:
-        tenant: its name.
-        generations: its generations.
-        weights: mixing weights, learned from its outputs; saved in the log.
+        tenant: name of the tenant.
+        generations: the tenant's generations.
+        weights: mixing weights, learned from the tenant's outputs; saved in the log.
         learned: number of learning steps.
         logged: number of learning steps when the weights were last logged.
-        last_used_s: time of the last call that needed it, by `time.monotonic`.
-        running: outputs of its running sequences; None while no sequence has a group.
-        drafted_from: cache of the data that drafts of its sequences read; see `draft.Predictor`.
+        last_used_s: time of the last call that needed the pool, by `time.monotonic`.
+        running: outputs of running sequences; None while no sequence has a group.
+        drafted_from: cache of the data that drafts read; see `draft.Predictor`.
     """
 
     tenant: str
@@ -80,7 +80,7 @@ class Pool:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of its outputs, ended and running, in bytes."""
+        """Memory of the tenant's outputs, ended and running, in bytes."""
         running = 0 if self.running is None else self.running.num_bytes
         return self.generations.num_bytes + running
 
@@ -90,12 +90,12 @@ class Pool:
             self.running = None
 
     def entry(self, output: Output) -> Entry:
-        """Return the entry of an output for the log, with weights that are not logged yet."""
+        """Return an output's entry for the log, with the weights if they are not logged yet."""
         return Entry(self.tenant, output, self.unlogged())
 
     def unlogged(self) -> bytes | None:
         """Return the weights for the log and count them as logged; None if it already has them."""
-        learned = self.learned  # an open session may raise it meanwhile
+        learned = self.learned  # another session may increase it meanwhile
         if learned == self.logged:
             return None
         self.logged = learned

@@ -1,7 +1,7 @@
 """The database of predictions: texts that the caller expects the output to contain.
 
-They are in one store with hash chains, as the sequence itself is, each with a cursor that follows
-it from its beginning and across edits. They belong to one session and are freed with it.
+They are in one store with hash chains, like the sequence itself. Each has a cursor that follows it
+from its beginning and across edits. They belong to one session and are freed with it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ def predictions_bytes(num_tokens: int, num_texts: int) -> int:
 
 
 class Predictions:
-    """The predictions of one sequence, and its cursor in each. Not thread-safe.
+    """The predictions of one sequence, with a cursor in each. Not thread-safe.
 
     Args:
         texts: the predictions, of at least one token each.
@@ -43,8 +43,8 @@ class Predictions:
 
     Attributes:
         cursors: int64[texts, 3], see `kernels.cursors`.
-        num_tokens: tokens of all predictions.
-        num_bytes: their memory, in bytes.
+        num_tokens: number of tokens in all predictions.
+        num_bytes: memory of the predictions, in bytes.
     """
 
     def __init__(self, texts: Sequence[Prediction], charge: Charge | None = None) -> None:
@@ -76,11 +76,11 @@ class Predictions:
         ]
 
     def go_on_from(self, earlier: "Predictions") -> None:
-        """Take over the cursors of earlier predictions, which are the first of these."""
+        """Take over the cursors of earlier predictions; this object starts with those texts."""
         self.cursors[: len(earlier)] = earlier.cursors
 
     def commit(self, tokens: TokenIds) -> None:
-        """Move the cursors past int32[n], tokens appended to the sequence."""
+        """Move the cursors past new tokens of the sequence, int32[n]."""
         follow_texts(self._packed, tokens)
 
     @contextmanager
@@ -105,16 +105,16 @@ class Predictions:
         return self.num_bytes - self._store.num_bytes + self._store.touched_bytes
 
     def place_of(self, position: int) -> PredictedPlace:
-        """Return the prediction and the place in it of a position of the store."""
+        """Return the prediction that contains a position of the store, and the place in it."""
         text, begin = self._text_at(position)
         return PredictedPlace(self._labels[text], position - begin)
 
     def before(self, position: int) -> TokenIds:
-        """Return int32[n], a view of the tokens of a position's text before the position."""
+        """Return a view, int32[n]: the tokens before a position in its text."""
         return self._store.tokens[self._text_at(position)[1] : position]
 
     def _text_at(self, position: int) -> tuple[int, int]:
-        """Return the text that contains a position of the store, and where it begins."""
+        """Return the text that contains a position of the store, and where it starts."""
         text = int(np.searchsorted(self._starts, position, "right")) - 1
         return text, int(self._starts[text])
 

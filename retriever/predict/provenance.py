@@ -1,8 +1,8 @@
 """Provenance: traces the nodes of a draft to their evidence and its documents.
 
 Runs after the draft, off the hot path. The rows of evidence stay in the predictor's memory until
-the next draft. Rows whose continuation begins with a node's path support the node. A node without
-such a row came from counts of what follows its last one to three tokens in the phrase tables, the
+the next draft. Rows whose continuation starts with a node's path support the node. A node without
+such a row comes from counts: of what follows its last one to three tokens in the phrase tables, the
 sequence or generations.
 """
 
@@ -32,7 +32,7 @@ from retriever.tree import (
 )
 
 _LOOKS_PER_DOCUMENT: Final = 8
-"""Occurrences to examine for each wanted document, because several may be in one document."""
+"""Occurrences to examine for each requested document, because one document may have several."""
 
 
 def find_ngram(segment: Segment, ngram: Sequence[int]) -> NDArray[Any]:
@@ -67,7 +67,7 @@ def count_and_locate(
 
     Args:
         indexes: the indexes to search.
-        ngram: token ids, at least one; positions are those of the last.
+        ngram: token ids, at least one; positions refer to the last token.
         max_documents: most documents to return, with one occurrence each; sampled evenly over a
             segment's occurrences.
 
@@ -89,7 +89,7 @@ def count_and_locate(
 def _documents(
     index: Index, number: int, begins: NDArray[Any], ngram: Sequence[int], max_documents: int
 ) -> Iterator[tuple[tuple[str, str, int], DocumentOccurrence]]:
-    """Yield documents of a segment that contain the n-gram; repeats are possible."""
+    """Yield documents of a segment that contain the n-gram; a document may come twice."""
     segment = index.segments[number]
     looks = min(len(begins), _LOOKS_PER_DOCUMENT * max_documents)
     for look in range(looks):
@@ -131,7 +131,7 @@ class DraftedRows:
 
     @classmethod
     def of(cls, predictor: Predictor, budget: int) -> Self:
-        """Copy the rows of the last draft, which had a budget of `budget` nodes."""
+        """Copy the rows of the last draft; `budget` was its most nodes."""
         scratch, end = predictor.scratch, predictor.num_rows
         return cls(scratch.rows[:end].copy(), scratch.continuations[:end, :budget].copy())
 
@@ -141,8 +141,8 @@ class Support:
     """The evidence for a node, before documents are searched.
 
     Attributes:
-        match_length: number of matching tokens before it.
-        count: occurrences of the match.
+        match_length: number of matching tokens before the node.
+        count: number of occurrences of the match.
         positions: positions in the context.
         ngram: the matching tokens and the node's token, if found in the corpus; else empty.
         predictions: places in predictions.
@@ -160,7 +160,7 @@ def trace_nodes(tree: DraftTree, databases: Databases, evidence: DraftedRows) ->
 
     Args:
         tree: the draft.
-        databases: the databases it was drafted from; the sequence is unchanged since then.
+        databases: the databases of the draft; the sequence is unchanged since then.
         evidence: the rows of the draft.
     """
     tracer = _Tracer(tree, databases, evidence)
@@ -217,7 +217,7 @@ class _Tracer:
         return Support()
 
     def _agree(self, node: int) -> NDArray[np.int64]:
-        """Return the rows whose continuations begin with the path to a node."""
+        """Return the rows whose continuations start with the path to a node."""
         depth = int(self._depths[node])
         rows = self._agreeing[int(self._tree.parents[node])]
         rows = rows[self._rows["length"][rows] >= depth]
@@ -235,7 +235,7 @@ class _Tracer:
         if source == Source.CONTEXT:
             begins = self._rows["position"][rows]
             places = begins + before % (len(self._context) - begins)  # wraps at the end
-            # A trail's continuation is edited, so the source may have another token.
+            # A trail edits its continuation, so the source may have another token.
             places = _some(places[self._context[places] == path[-1]])
             longest = _longest(self._text(path), (self._context[:place] for place in places))
             return Support(longest, count, places)
@@ -249,12 +249,12 @@ class _Tracer:
         return Support(match_length, count)
 
     def _text(self, path: TokenIds) -> TokenIds:
-        """Return int32[n], the context and the path without its last token."""
+        """Return the context and the path without its last token, int32[n]."""
         return np.concatenate([self._context, path[:-1]])
 
 
 def _followed(context: TokenIds, text: TokenIds) -> Support:
-    """Find the last token of a text in the context after the one or two before it."""
+    """Find the last token of a text in the context, after the one or two tokens before it."""
     for order in _CONTEXT_ORDERS:
         ngram = text[-order - 1 :]
         if len(ngram) > order:
@@ -286,7 +286,7 @@ def _agreement(text: TokenIds, other: TokenIds) -> int:
 
 
 def _counted(live: NDArray[np.int64], text: TokenIds) -> Support:
-    """Find the last token of a text in generations after the two or three before it."""
+    """Find the last token of a text in generations, after the two or three tokens before it."""
     tail = np.full(_MAX_ORDER, -1, np.int32)
     before = text[:-1][-len(tail) :]
     tail[len(tail) - len(before) :] = before
@@ -301,7 +301,7 @@ def _counted(live: NDArray[np.int64], text: TokenIds) -> Support:
 
 
 def _tabled(tables: Tables, text: TokenIds) -> Support:
-    """Find the last token of a text in the phrase tables after the one to three before it."""
+    """Find the last token of a text in the phrase tables, after the one to three before it."""
     for order in _TABLE_ORDERS:
         ngram = tuple(text[-order - 1 :].tolist())
         if len(ngram) > order and _has_entry(tables, ngram):

@@ -29,7 +29,7 @@ class Question(NamedTuple):
 
 
 class Database(Protocol):
-    """A database without a stage, as one sequence uses it; its data may be shared with others."""
+    """A database without a stage, opened for one sequence; sequences may share its data."""
 
     def collect(self, question: Question, row: int) -> int:
         """Write rows of evidence (`ROW`) from `row` on: a few dozen at most.
@@ -42,9 +42,10 @@ class Database(Protocol):
         """
 
     def commit(self, tokens: TokenIds) -> None:
-        """Note int32[n], tokens appended to the sequence; never the prompt.
+        """Handle tokens appended to the sequence, int32[n]; never the prompt.
 
-        A database that needs only the last tokens does nothing here, because a question has them.
+        A database that needs only the last tokens does nothing here, because its question contains
+        them.
         """
 
 
@@ -52,18 +53,18 @@ class Database(Protocol):
 class SupposingDatabase(Protocol):
     """A database that can also answer after tokens that may come, for drafts ahead.
 
-    If a sequence has a database that cannot, it gets no drafts ahead.
+    If any database of a sequence cannot do this, the sequence gets no drafts ahead.
     """
 
     def supposing(self, tokens: TokenIds, last: TokenIds) -> AbstractContextManager[None]:
         """Make `collect` answer as if the sequence continued with some tokens, during the block.
 
-        The question of a draft ahead ends with these tokens, so a database that reads nothing else
-        does nothing here.
+        The question of a draft ahead ends with these tokens. So a database that reads only the
+        question does nothing here.
 
         Args:
             tokens: int32[n], the tokens that may come.
-            last: int32[m], the last tokens of the sequence including `tokens`.
+            last: int32[m], the last tokens of the sequence, including `tokens`.
         """
 
 
@@ -71,8 +72,8 @@ class Occurrence(NamedTuple):
     """The content of a row of evidence.
 
     Attributes:
-        continuation: token ids that followed.
-        match: tokens before them that equal the end of the query, at least one.
+        continuation: ids of the tokens that followed.
+        match: number of tokens before them that equal the end of the query, at least one.
         times: number of occurrences that the row represents.
     """
 

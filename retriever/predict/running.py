@@ -1,9 +1,9 @@
-"""Outputs of running sequences, from which other sequences draft before they end.
+"""Outputs of running sequences, from which other sequences draft before the outputs end.
 
-A sequence of a group writes its output into a *lane*. Sequences of its group find that output in
-their next step. The tenant's other sequences find it once a block of it is full, if the output is
-to be remembered. When the sequence ends, its lane is removed; a remembered output then is a
-generation.
+A sequence of a group writes its output into a *lane*. Other sequences of its group find that output
+in their next step. If the output is to be remembered, the tenant's other sequences find each block
+of it once the block is full. When the sequence ends, its lane is removed; a remembered output then
+becomes a generation.
 """
 
 from hashlib import blake2b
@@ -22,21 +22,21 @@ from retriever.predict.ledger import Charge
 from retriever.predict.stores import ChainLimits, orders_of
 
 RUNNING_LIMITS: Final = ChainLimits(orders=(8, 4, 2, 1), max_rows=(8, 16, 16, 16))
-"""Sequences of a group are about the same topic, so even a match of one or two tokens is strong
+"""Sequences of a group have the same topic, so even a match of one or two tokens is strong
 evidence: without orders 1 and 2, lanes gain half as much."""
 
 MOST_TOKENS: Final = 1 << 18
-"""Most tokens of a tenant's running outputs, the newest: they take 15 MB."""
+"""Most tokens of a tenant's running outputs; the newest are stored. They take 15 MB."""
 
 FEWEST_TOKENS: Final = 1 << 12
-"""Tokens of a new ring."""
+"""Size of a new ring, in tokens."""
 
-_TAIL: Final = 8  # tokens of the prompt that a lane begins with: the longest n-gram
-_AT_ONCE: Final = 1 << 12  # most tokens that are noted at once: of longer commits, the last ones
+_TAIL: Final = 8  # prompt tokens at the start of a lane: the longest n-gram
+_AT_ONCE: Final = 1 << 12  # most tokens copied at once; of longer commits, the last
 
 
 class _Sequence(Protocol):
-    """The sequence whose output is noted."""
+    """The sequence whose output is copied into a lane."""
 
     @property
     def address(self) -> int:
@@ -72,11 +72,11 @@ _ORDERS: Final = orders_of(RUNNING_LIMITS)
 class RunningOutputs:
     """The newest tokens of a tenant's running outputs. Not thread-safe: callers hold a lock.
 
-    The ring doubles once lanes fill half of it, up to `most_tokens`. If there is no room for a
-    larger one, it does not grow, and the oldest blocks are overwritten.
+    The ring doubles once lanes fill half of it, up to `most_tokens`. If memory has no room for a
+    larger ring, it does not grow, and the oldest blocks are overwritten.
 
     Args:
-        charge: for its memory; None to grow freely.
+        charge: charge for the memory; None to grow freely.
         most_tokens: most tokens of the ring, a power of two.
 
     Attributes:
@@ -103,19 +103,19 @@ class RunningOutputs:
 
     @property
     def tokens(self) -> TokenIds:
-        """int32[n], the whole ring: `SEPARATOR` where it is empty. Read-only."""
+        """int32[n], the whole ring, with `SEPARATOR` where it is empty. Read-only."""
         tokens = self._lanes.tokens.view()
         tokens.flags.writeable = False
         return tokens
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the blocks of all lanes, counting whole blocks."""
+        """Number of tokens in the blocks of all lanes; a block counts as full."""
         return LANE_BLOCK * int(self._lanes.state[2])
 
     @property
     def num_lanes(self) -> int:
-        """Lanes that have joined and not left."""
+        """Number of lanes that have joined and not left."""
         return self._num_lanes
 
     def join(self) -> int:
@@ -163,24 +163,24 @@ class RunningOutputs:
 
 
 NOTHING_RUNS: Final = pack(_ring(LANE_BLOCK), _ORDERS)[:0]
-"""No running outputs, packed for kernels."""
+"""A record without running outputs, packed for kernels."""
 
 
 def group_number(group: str) -> int:
-    """Return the number of a group: a hash of its name, 0 for none."""
+    """Return the number of a group: a hash of its name, 0 for no group."""
     if not group:
         return 0
     return 1 + (int.from_bytes(blake2b(group.encode(), digest_size=8).digest()) >> 2)
 
 
 class RunningOutput:
-    """The output of one running sequence: others draft from it, and it drafts from theirs.
+    """The lane of one sequence: others draft from its output, and it drafts from theirs.
 
     Args:
         outputs: running outputs of its tenant; None for a sequence without a group, which only
             reads.
         fields: fields of its lane, see `lane_fields`.
-        sequence: the sequence that writes it; None as above.
+        sequence: the sequence that writes the lane; None if it only reads.
         prompt_length: length of the sequence's prompt.
 
     Attributes:
@@ -206,7 +206,7 @@ class RunningOutput:
 
     @property
     def is_written(self) -> bool:
-        """Whether the sequence writes a lane instead of only reading others."""
+        """Whether the sequence writes a lane, instead of only reading other lanes."""
         return self._outputs is not None
 
     def commit(self, tokens: TokenIds) -> None:  # noqa: ARG002  (the sequence has them)
@@ -215,14 +215,14 @@ class RunningOutput:
         if outputs is None or sequence is None:
             return
         end = len(sequence)
-        if end - self._noted > _AT_ONCE:  # skipping tokens would leave a gap, so start over
+        if end - self._noted > _AT_ONCE:  # skipped tokens would leave a gap, so start over
             outputs.withdraw(self.address)
             self._noted = self._linked_from = end - _AT_ONCE
         outputs.note(self.address, sequence.address, self._noted, end, self._linked_from)
         self._noted = end
 
     def restrict(self) -> None:
-        """Serve only the group from now on, and only with later tokens."""
+        """Let only the group see the lane from now on, and only its later tokens."""
         self._fields[IS_SHARED] = 0
         if self._sequence is not None:
             self._noted = self._linked_from = len(self._sequence)

@@ -27,11 +27,11 @@ _RARE: Final = 12.0  # tokens of 6 in a million or less have rarity 1
 def tables_of(indexes: Sequence[Index]) -> Tables:
     """Return the phrase tables of indexes with the same vocabulary, in the form of kernels.
 
-    The tables of one index stay memory-mapped. Those of several are summed, into a mapped temporary
-    file unless they are small.
+    The tables of one index stay memory-mapped. Tables of several indexes are summed. The sum goes
+    into a mapped temporary file unless it is small.
 
     Raises:
-        indexer.errors.IndexerError: they cannot be summed.
+        indexer.errors.IndexerError: the tables cannot be summed.
     """
     if not indexes:
         return to_kernel(PhraseTables.empty(0, np.dtype(token_dtype(0))))
@@ -66,23 +66,23 @@ def to_kernel(tables: PhraseTables) -> Tables:
 
 
 SHORTEST_MATCH: Final = 3
-"""Shortest match that is searched in the corpus: phrase tables cover shorter ones."""
+"""Shortest match to search for in the corpus; phrase tables cover shorter matches."""
 
 
 def no_outcomes() -> NDArray[np.int64]:
-    """Return int64[2, MAX_SOURCES], zero counts of nodes and accepted nodes."""
+    """Return counts of nodes and accepted nodes, int64[2, MAX_SOURCES], all zero."""
     return np.zeros((2, MAX_SOURCES), np.int64)
 
 
 @dataclass(slots=True)
 class Corpus:
-    """The database of the indexes: the segments of all of them.
+    """The database of the corpus: the segments of all indexes.
 
     Attributes:
-        segments: as the indexer's reader opened them.
+        segments: segments as the indexer's reader opened them.
         tables: phrase tables of all indexes.
         samples: most occurrences to read for each match length in a segment.
-        shortest: shortest match that is searched, because the tables hold shorter ones.
+        shortest: shortest match to search for, because the tables cover shorter ones.
         enough: once a length occurs this often in a segment, shorter matches are searched neither
             there nor in later segments; at most FEW.
         outcomes: int64[2, MAX_SOURCES], nodes and accepted nodes of drafts from it; a corpus that

@@ -1,4 +1,4 @@
-"""A sequence's requests to the kernel that drafts, in a record that is kept between steps."""
+"""A sequence's requests to the kernel that drafts, in a record that is reused for each step."""
 
 from ctypes import addressof, c_char
 from struct import Struct
@@ -34,7 +34,7 @@ _LONGEST, _TREE, _TREE_SIZE = _place("longest"), _place("tree"), _place("tree_si
 
 _FEWEST_NODES: Final = 64
 MOST_TOKENS: Final = 64
-"""Most tokens that are copied into the record; longer arrays are referenced."""
+"""Most tokens that are copied into the record; longer arrays are referenced instead."""
 
 _TOKENS_AT: Final = STEP.itemsize
 TREE_AT: Final = STEP.itemsize + 4 * MOST_TOKENS
@@ -115,7 +115,7 @@ class StepRecord:
             self._grow(budget)
 
     def ask_again(self, stages: int, row: int = 0) -> int:
-        """Request other stages with the same values; return the previous stages."""
+        """Request other stages, with the other values as before; return the previous stages."""
         before: int = _NUMBER.unpack_from(self.memory, ASKED_AT)[0]
         _AGAIN.pack_into(self.memory, ASKED_AT, stages, row)
         return before
@@ -129,7 +129,7 @@ class StepRecord:
         _NUMBER.pack_into(self.memory, _LONGEST, MAX_MATCH)
 
     def answer(self) -> tuple[int, int, int, int]:
-        """Return the refusal, and the numbers of nodes, rows and nodes that were learned from."""
+        """Return the refusal, the tree's size, the first free row, and the nodes learned from."""
         return ANSWER.unpack_from(self.memory, ANSWER_AT)
 
     def drafted(self, budget: int) -> DraftTree:
@@ -146,7 +146,7 @@ class StepRecord:
         self._held = None
 
     def _grow(self, most_nodes: int) -> None:
-        """Make room for a larger tree; the request and the last tree are kept."""
+        """Make room for a larger tree; the request and the last tree stay as they are."""
         before, held, inside = self.memory, self._held, self.tokens_at
         room = bytes(NODE_BYTES * (most_nodes - self.most_nodes))
         self._hold(most_nodes, bytearray().join((before, room)))

@@ -1,4 +1,4 @@
-"""Stores of tokens with hash chains that find earlier occurrences of the last tokens."""
+"""Stores of tokens, with hash chains that find earlier occurrences of the last tokens."""
 
 import math
 import mmap
@@ -30,7 +30,7 @@ from retriever.limits import MAPPED_BYTES
 from retriever.tree import Source
 
 MIN_CAPACITY: Final = 1024
-"""Tokens in the smallest ring: a smaller one would have to grow immediately."""
+"""Size of the smallest ring, in tokens; a smaller ring would have to grow immediately."""
 
 _MIN_LAST: Final = 4096
 """Fewest entries in the table of a sequence's last tokens: 16 KiB."""
@@ -44,9 +44,9 @@ _ADVISED_BYTES: Final = 1 << 22  # huge pages are requested from this size on
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChainLimits:
-    """The n-gram orders that a store indexes, and the most rows of each in a draft.
+    """The n-gram orders that a store indexes, and the most rows of each order in a draft.
 
-    Compared by identity, because plans are cached by it.
+    Compared by identity, because it is the key of cached plans.
     """
 
     orders: tuple[int, ...]
@@ -55,10 +55,11 @@ class ChainLimits:
 
 CONTEXT_LIMITS: Final = ChainLimits(orders=(8, 4, 2, 1), max_rows=(16, 16, 32, 64))
 GENERATIONS_LIMITS: Final = ChainLimits(orders=(8, 4), max_rows=(32, 64))
-"""Used with a corpus, whose phrase tables cover shorter matches better and faster."""
+"""Used with a corpus, because its phrase tables cover shorter matches better and faster."""
 
 GENERATIONS_ALONE: Final = ChainLimits(orders=(8, 4, 2, 1), max_rows=(32, 64, 32, 64))
-"""Used without a corpus: on chats, 15% more tokens per step for 6 microseconds per draft."""
+"""Used without a corpus. On chats, short orders add 15% more tokens per step, for 6 microseconds
+per draft."""
 
 
 def ring_capacity(num_tokens: int) -> int:
@@ -82,11 +83,11 @@ def _untouched(first: int, last: int, block: tuple[int, int], huge: int) -> int:
 
     Args:
         first: address of the zeros.
-        last: address after them.
-        block: begin and end address of the mapped memory that contains them.
+        last: address after the zeros.
+        block: start and end address of the mapped memory that contains them.
         huge: size of huge pages, in bytes; 1 without huge pages.
     """
-    # Huge pages lie at multiples of their size, with small pages around them.
+    # Huge pages are aligned to their size; the memory around them has small pages.
     low, high = -(-block[0] // huge) * huge, block[1] // huge * huge
     if low >= high:
         return last - first
@@ -111,8 +112,8 @@ class _Plan:
 
     Attributes:
         num_bytes: size of the block.
-        token_bytes: the part that holds and finds tokens, which is most of it.
-        record: int64[n], the packed store at the start of the block, for a block at address 0.
+        token_bytes: size of the part that holds and finds tokens, which is most of the block.
+        record: int64[n], the packed store at the start of the block, as if the block had address 0.
         is_inside: int64[n], 1 for each word that is an address within the block.
         places: offset and shape of each array.
     """
@@ -168,7 +169,7 @@ def _type_of(name: str) -> np.dtype[Any]:
 def _zeros(num_bytes: int) -> bytearray | mmap.mmap:
     """Return zeros; large blocks are mapped, so that they return to the system when freed.
 
-    Allocators keep freed memory, which makes messages faster to receive. But the memory of an
+    Allocators hold on to freed memory, which makes receiving messages faster. But the memory of an
     ended sequence is far larger, and may never be needed again.
 
     Raises:
@@ -187,10 +188,10 @@ def _zeros(num_bytes: int) -> bytearray | mmap.mmap:
 
 
 class ChainStore:
-    """Tokens in a ring with hash chains over their n-grams; the oldest are overwritten.
+    """Tokens in a ring, with hash chains over their n-grams; new tokens overwrite the oldest.
 
     Each token of capacity takes 4 bytes, and 6 more for every order of n-grams. A store is one
-    block of memory, which begins with its record for kernels.
+    block of memory, which starts with its record for kernels.
 
     Args:
         capacity: most tokens to hold; rounded up to a power of two.
@@ -202,7 +203,7 @@ class ChainStore:
     Attributes:
         address: address of the record, which has `layout.STORE_LAYOUT`.
         num_bytes: memory of the tokens, in bytes.
-        capacity: tokens that the ring holds.
+        capacity: most tokens that the ring holds.
     """
 
     def __init__(
@@ -260,7 +261,7 @@ class ChainStore:
 
     @cached_property
     def cursor(self) -> Cursor:
-        """Where the sequence is being copied from; moves as the sequence grows: views."""
+        """The place from which the sequence is copied; it moves as the sequence grows. Views."""
         return Cursor(*map(self._array, Cursor._fields))
 
     @cached_property
@@ -270,9 +271,9 @@ class ChainStore:
 
     @property
     def touched_bytes(self) -> int:
-        """Resident memory of the store, in bytes: without unused room for later tokens."""
+        """Resident memory of the store, in bytes, without unused room for later tokens."""
         if isinstance(self._memory, bytearray):
-            return self.num_bytes  # such memory was used before
+            return self.num_bytes  # this memory was used before
         used = min(self.capacity, len(self) - self._start)
         huge = _huge_page() if self._plan.num_bytes >= _ADVISED_BYTES else 1
         block = self.address, self.address + self._plan.num_bytes
@@ -284,7 +285,7 @@ class ChainStore:
         return self.num_bytes - untouched
 
     def has_room(self, num_tokens: int) -> bool:
-        """Return whether `num_tokens` more can be appended without overwriting any."""
+        """Return whether `num_tokens` more can be appended without overwriting tokens."""
         return len(self) + num_tokens <= self.capacity
 
     @property
@@ -295,11 +296,11 @@ class ChainStore:
         return oldest
 
     def append(self, tokens: TokenIds) -> None:
-        """Append int32[n] to the current document."""
+        """Append tokens, int32[n], to the current document."""
         append_tokens(self.address, tokens)
 
     def extend(self, tokens: TokenIds) -> None:
-        """Append int32[n] to a sequence, and move its cursor."""
+        """Append tokens, int32[n], to a sequence, and move its cursor."""
         extend_sequence(self.address, tokens)
 
     def follow(self, other: "ChainStore") -> None:
@@ -309,7 +310,7 @@ class ChainStore:
 
     @contextmanager
     def supposing(self, tokens: TokenIds) -> Iterator[None]:
-        """Append int32[n] tentatively during the block; the caller has checked for room."""
+        """Append tokens, int32[n], for the block only; the caller has checked for room."""
         before = np.empty(len(tokens), np.int64)
         cursor = [array.copy() for array in self.cursor]
         suppose_tokens(self.address, tokens, before)
@@ -329,7 +330,7 @@ class ChainStore:
         self.tokens[:] = 0
 
     def live(self) -> TokenIds:
-        """Return int32[n], a copy of the tokens from `oldest` on."""
+        """Return a copy of the tokens from `oldest` on, int32[n]."""
         first, mask = self.oldest, self.capacity - 1
         return np.take(self.tokens, np.arange(first, len(self)) & mask)
 

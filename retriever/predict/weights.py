@@ -1,8 +1,8 @@
-"""The weights of mixing: the shipped prior and the weights that each tenant has learned.
+"""The mixing weights: the shipped prior, and the weights that each tenant has learned.
 
 Most weights apply to evidence of any database. One part of the escape has a row for each possible
 dominant source (`Source`) of a node. In memory there are rows for all source numbers. Stored
-weights name the source of each row, so that they can still be read when sources are added:
+weights name the source of each row, so that they can still be read after sources are added:
 
     b"weights3" | uint8 number of rows | for each row uint8 length and ASCII name of its source |
     float32[network] | float32[rows, MATCH_BUCKETS, DEPTH_BUCKETS], all little-endian
@@ -23,15 +23,15 @@ from retriever.kernels.layout import DEPTH_BUCKETS, MATCH_BUCKETS, WEIGHTS
 from retriever.tree import MAX_SOURCES, Source, drafted_sources
 
 _PRIOR_FILE: Final = "prior.npy"
-"""float32[n], in the form of `values_of`, with rows in the order of the sources' numbers."""
+"""float32[n], in the form of `values_of`, with rows ordered by source number."""
 
 _MARK: Final = b"weights3"
-"""The beginning of stored weights; its number changes with the format."""
+"""The prefix of stored weights; its number changes with the format."""
 
 _ROW_SIZE: Final = MATCH_BUCKETS * DEPTH_BUCKETS
 _OFFSETS: Final[Mapping[str, Any]] = WEIGHTS.fields or {}
 _NETWORK_SIZE: Final[int] = _OFFSETS["escape"][1] // 4
-"""Values before the rows of sources; fields after these rows would not be stored."""
+"""Number of values before the rows of sources; fields after these rows would not be stored."""
 
 Weights = NDArray[Any]
 """WEIGHTS[1]."""
@@ -43,7 +43,7 @@ def prior_weights() -> Weights:
 
 
 def from_values(values: NDArray[np.float32]) -> Weights:
-    """Return weights from float32[n]: all fields in order, the last one with only its first rows.
+    """Return weights from float32[n]: all fields in order, but only the first rows of the last.
 
     Raises:
         ValueError: the number of values does not fit.
@@ -100,7 +100,7 @@ def _load_prior() -> NDArray[np.float32]:
 
 
 def _default_row(weights: Weights, num_rows: int) -> NDArray[np.float32]:
-    """Return the mean of the databases' rows among the first ones."""
+    """Return the mean of the databases' rows among the first rows."""
     rows = [int(source) for source in drafted_sources() if source < num_rows] or [0]
     mean: NDArray[np.float32] = weights["escape"][0, rows].mean(axis=0)
     return mean
@@ -109,7 +109,7 @@ def _default_row(weights: Weights, num_rows: int) -> NDArray[np.float32]:
 def _names_in(kept: bytes) -> tuple[tuple[str, ...], int]:
     """Return the names of the sources of stored rows, and the offset of the values.
 
-    There are no names if the format is unknown.
+    If the format is unknown, there are no names.
     """
     if not kept.startswith(_MARK) or len(kept) == len(_MARK):
         return (), 0

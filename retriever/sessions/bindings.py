@@ -1,4 +1,4 @@
-"""The indexes and listed phrases of each tenant: shared ones and ones bound only to it."""
+"""The indexes and listed phrases of each tenant: shared ones, and ones bound only to it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -40,8 +40,8 @@ class BoundPaths:
     """Paths of indexes and phrases bound to tenants; other tenants never draft from them.
 
     Attributes:
-        indexes: indexes of each tenant, in addition to the shared ones.
-        phrases: phrases of each tenant, including the shared ones.
+        indexes: indexes of each tenant, in addition to the shared indexes.
+        phrases: phrases of each tenant, including the shared phrases.
     """
 
     indexes: Mapping[str, Sequence[Path | str]] = field(default_factory=dict)
@@ -88,13 +88,13 @@ class Attached:
 
 @dataclass(frozen=True, slots=True)
 class IndexOutcome:
-    """Outcome of the nodes that some indexes proposed together.
+    """The outcome of the nodes that a set of indexes proposed.
 
     Attributes:
         indexes: the indexes that were drafted from as one corpus.
         tenant: the only tenant that drafts from them; None for all tenants without bound indexes.
-        num_drafted: nodes from them.
-        num_accepted: accepted nodes from them.
+        num_drafted: number of nodes from them.
+        num_accepted: number of accepted nodes from them.
     """
 
     indexes: tuple[Path, ...]
@@ -104,12 +104,12 @@ class IndexOutcome:
 
 
 class Bindings:
-    """Corpora and listed phrases by tenant.
+    """The corpora and listed phrases of each tenant.
 
     Args:
-        indexes: open or missing; shared by the tenants without bound ones.
-        phrases: phrases, shared likewise.
-        bound: bound indexes and phrases by tenant.
+        indexes: open or missing; shared by the tenants without bound indexes.
+        phrases: phrases, shared in the same way.
+        bound: bound indexes and phrases of each tenant.
         sessions: sessions that draft from them.
         lock: held while the sessions are used.
     """
@@ -124,7 +124,7 @@ class Bindings:
     ) -> None:
         self._sessions = sessions
         self._lock = lock
-        self._changing = Lock()  # taken before any lock of a refresh
+        self._changing = Lock()  # taken before any refresh lock
         self._refresh_s = 0.0
         self._shared = RefreshedCorpora(indexes, sessions, lock)
         self._phrases = phrases
@@ -155,7 +155,7 @@ class Bindings:
 
     @property
     def failures(self) -> int:
-        """Failed attempts to open a changed or missing index."""
+        """Number of failed attempts to open a changed or missing index."""
         return sum(each.failures for each in self._all())
 
     @property
@@ -165,7 +165,7 @@ class Bindings:
 
     @property
     def outcomes(self) -> list[IndexOutcome]:
-        """Outcomes of drafts from each set of indexes, shared ones first; without empty sets."""
+        """Outcomes of drafts from each set of indexes, shared indexes first; no empty sets."""
         named: list[tuple[str | None, RefreshedCorpora]] = [(None, self._shared)]
         named.extend(sorted(self._bound.items()))
         return [
@@ -175,7 +175,7 @@ class Bindings:
         ]
 
     def watch(self, refresh_s: float) -> None:
-        """Refresh periodically from now on; 0 stops this."""
+        """Refresh periodically from now on; with 0, stop doing so."""
         with self._changing:
             self._refresh_s = refresh_s
             for each in self._all():
@@ -199,7 +199,7 @@ class Bindings:
     def attach(self, path: Path, tenant: str | None, opened: _Open) -> Attached:
         """Draft from one more index; sessions do so with their next draft.
 
-        Blocks until it is open and warm, which takes as long as summing phrase tables.
+        Blocks until the index is open and warm, which takes as long as summing phrase tables.
 
         Args:
             path: path of the index.
@@ -232,7 +232,7 @@ class Bindings:
         with self._changing:
             found = self._find(path, tenant)
             if tenant is None:
-                for each in reversed(self._all()):  # after a failure, it still is among the shared
+                for each in reversed(self._all()):  # after a failure, it is still a shared index
                     each.change(lambda now: _without(now, path))
             else:
                 corpora = self._bound[tenant]
@@ -260,11 +260,11 @@ class Bindings:
             raise
 
     def _bind(self, tenant: str, path: Path, opened: _Open) -> None:
-        """Bind the first index to a tenant that drafts only from the shared indexes so far."""
+        """Bind the first index to a tenant that has drafted only from the shared indexes so far."""
         shared = self._shared.indexes
         bound = RefreshedCorpora([], self._sessions, self._lock)
         bound.change(lambda _: _opened_anew(shared, path, opened))
-        self._bound = {**self._bound, tenant: bound}  # a new dict: others iterate over the old one
+        self._bound = {**self._bound, tenant: bound}  # new: others iterate over the old dict
         with self._lock:
             self._sessions.set_corpus(bound.current.corpus, self._shared.current.corpus, tenant)
         bound.watch(self._refresh_s)
@@ -295,7 +295,7 @@ class Bindings:
 
 
 def _opened_anew(shared: Iterable[IndexState], path: Path, opened: _Open) -> list[IndexState]:
-    """Open shared indexes and one more for one tenant; a missing one stays missing."""
+    """Open the shared indexes and one more for a tenant; a missing index stays missing."""
     found: list[IndexState] = []
     try:
         for each in (*shared, path):
@@ -310,7 +310,7 @@ def _opened_anew(shared: Iterable[IndexState], path: Path, opened: _Open) -> lis
 
 
 def _own(indexes: Iterable[IndexState], shared: Iterable[IndexState]) -> list[IndexState]:
-    """Return those of a tenant's indexes that are not shared."""
+    """Return a tenant's indexes that are not shared."""
     left = [index.path for index in shared]
     own = []
     for index in indexes:
@@ -322,7 +322,7 @@ def _own(indexes: Iterable[IndexState], shared: Iterable[IndexState]) -> list[In
 
 
 def _with(path: Path, opened: _Open, place: int, indexes: Sequence[IndexState]) -> list[IndexState]:
-    """Open an index; return the indexes with it inserted at a place."""
+    """Open an index; return the indexes with it inserted at a position."""
     return [*indexes[:place], opened(path), *indexes[place:]]
 
 
@@ -352,7 +352,7 @@ def _is_same(one: Path, other: Path) -> bool:
 def shared_vocabulary(
     indexes: Sequence[IndexState], vocabulary: Vocabulary | None
 ) -> Vocabulary | None:
-    """Return the common vocabulary of indexes and of the given one.
+    """Return the common vocabulary of the indexes and the given vocabulary.
 
     Raises:
         InvalidRequestError: they differ.
@@ -378,8 +378,8 @@ def common_vocabulary(
     Args:
         indexes: the shared indexes, open or missing.
         phrases: the shared phrases.
-        bound: bound indexes and phrases by tenant.
-        vocabulary: the vocabulary that all must have; None for that of the first index.
+        bound: bound indexes and phrases of each tenant.
+        vocabulary: the vocabulary that all must have; None to use that of the first index.
 
     Raises:
         InvalidRequestError: they differ, or a phrase has a token outside it.
@@ -395,13 +395,13 @@ def common_vocabulary(
 def _check_phrases(phrases: ListedPhrases, vocabulary: Vocabulary | None) -> None:
     if vocabulary is not None and phrases.highest_token >= vocabulary.size:
         raise InvalidRequestError(
-            f"a listed phrase holds the token id {phrases.highest_token}, which is outside the "
+            f"a listed phrase has the token id {phrases.highest_token}, which is outside the "
             f"vocabulary of {vocabulary.size}: list it as text, or with the index's tokenizer"
         )
 
 
 def parsed_bindings(options: Iterable[str], what: str) -> dict[str, list[Path]]:
-    """Return the paths of each tenant from options of the form TENANT=PATH.
+    """Parse options of the form TENANT=PATH; return the paths of each tenant.
 
     Raises:
         InvalidRequestError: one has a different form, or its tenant's name is invalid.

@@ -1,9 +1,9 @@
 """Compiles kernels once per machine: here, or in a separate process, so that no draft waits.
 
 `python -m retriever.sessions.cold_start WHAT...` compiles the named kernels and caches them on
-disk, where other processes load them. WHAT is the width of a token in bytes, for all kernels that
-drafts need, or the name of `RareKernels`: a built-in one, or a module whose function `warm` calls
-them.
+disk, where other processes load them. WHAT is one of two things. The width of a token in bytes
+means all kernels that drafts need. A name means `RareKernels`: built-in ones, or a module whose
+function `warm` calls them.
 """
 
 import os
@@ -56,7 +56,7 @@ _NOTHING: Final = "nothing"
 def warm_stores() -> None:
     """Compile or load the kernels for opening a drafter, whatever it drafts from."""
     store = ChainStore(len(_CONTEXT), CONTEXT_LIMITS, Source.CONTEXT, _CONTEXT[:1])
-    store.append(_CONTEXT[:1])  # as for a long prompt
+    store.append(_CONTEXT[:1])  # as a long prompt does
     store.extend(_CONTEXT[:1])
     Generations(0).add(_CONTEXT)
 
@@ -65,7 +65,7 @@ def warm_drafts(widths: Iterable[int]) -> None:
     """Compile or load the kernels for a first draft: opening a session, drafting, ending it.
 
     Args:
-        widths: bytes of a token in the corpora that are drafted from, see `width_of`.
+        widths: bytes per token in the corpora to draft from, see `width_of`.
     """
     for width in widths:
         _warm_width(width)
@@ -84,7 +84,7 @@ def _warm_width(width: int) -> None:
 
 
 def width_of(corpus: Corpus) -> int:
-    """Return the bytes of a token; drafts from corpora of the same width need the same kernels."""
+    """Return the bytes per token; corpora of the same width need the same kernels."""
     return corpus.tables.tokens2.dtype.itemsize
 
 
@@ -129,7 +129,7 @@ def are_kept(widths: Iterable[int] = ()) -> bool:
     """Load the kernels that drafts need; return whether all of them are cached on disk.
 
     Args:
-        widths: as for `warm_drafts`; without any, only the kernels for opening a drafter.
+        widths: as for `warm_drafts`; if empty, only the kernels for opening a drafter.
     """
     with suppress(NotKeptError), only_kept():
         warm_stores()
@@ -168,13 +168,13 @@ def _environment() -> dict[str, str]:
 
 
 def defer_rare() -> None:
-    """Compile rare kernels that are not cached in a separate process, when they are wanted."""
+    """Compile rare kernels in a separate process at their first use, unless they are cached."""
     for kernels in RARE.values():
         defer(kernels)
 
 
 def defer(kernels: RareKernels) -> None:
-    """Compile kernels in a separate process when they are wanted, unless they are cached."""
+    """Compile kernels in a separate process at their first use, unless they are cached."""
     try:
         with only_kept():
             _warm_of(kernels)()

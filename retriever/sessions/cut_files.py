@@ -1,12 +1,12 @@
-"""Surviving index files that are truncated while they are mapped into memory.
+"""Survival of index files that are truncated while they are mapped into memory.
 
 A read beyond the new end of a mapped file raises SIGBUS, which ends the process. The handler here
 maps zeros over the missing pages, lets the read continue, and wakes a thread that drops the index.
 Until then drafts read zeros, as from a damaged disk; kernels tolerate any value.
 
-The handler is compiled with llvmlite. A Python handler would run only after the instruction that
-failed, which is repeated forever. The handler calls only mmap, write and sigaction: the last two
-are async-signal-safe (signal-safety(7)), the first is a system call without state in the C library.
+The handler is compiled with llvmlite. A Python handler would run only after the failed instruction,
+which would be repeated forever. The handler calls only mmap, write and sigaction. The last two are
+async-signal-safe (signal-safety(7)); mmap is a system call without state in the C library.
 systemd's journal survives truncated files in the same way: systemd, src/basic/sigbus.c.
 """
 
@@ -34,18 +34,18 @@ _logger = logging.getLogger(__name__)
 _IS_KNOWN: Final = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
 """Whether the layouts below are right: those of glibc and musl on 64-bit Linux."""
 
-_ADDRESS_AT: Final = 16  # of siginfo_t.si_addr
-_ACTION_WORDS: Final = 32  # for a struct sigaction, which takes 19
-_FLAGS_WORD: Final = 17  # sigaction.sa_flags, after the handler and a mask of 128 bytes
+_ADDRESS_AT: Final = 16  # offset of siginfo_t.si_addr
+_ACTION_WORDS: Final = 32  # room for a struct sigaction, which takes 19 words
+_FLAGS_WORD: Final = 17  # sigaction.sa_flags comes after the handler and a mask of 128 bytes
 _FLAGS: Final = 0x4 | 0x08000000  # SA_SIGINFO, SA_ONSTACK
 _MAP_FIXED: Final = 0x10  # flag of mmap(2) that Python's module lacks
 _ERROR_OUTPUT: Final = 2  # file descriptor
 
 _MAX_MAPS: Final = 1 << 16
-"""Most maps of a process: Linux allows 65,530 (vm.max_map_count)."""
+"""Most maps of a process; Linux allows 65,530 (vm.max_map_count)."""
 
 _ROW: Final = ("begin", "end", "was_cut", "line", "line_bytes")
-"""Columns of a map: its addresses, whether it was cut, and the message if the process must end."""
+"""Columns of a map: its addresses, whether its file was cut, and the message for a fatal case."""
 
 _WAS_CUT: Final = _ROW.index("was_cut")
 
@@ -119,16 +119,17 @@ end:
 """
 """The handler: finds the map of the address that was read, and maps zeros from its page on.
 
-A cut file has nothing after the missing page. If no index has the address, the handler calls the
-previous handler; without one, it writes a line and the process ends as it would have."""
+After the missing page, a cut file has nothing. If no index has the address, the handler calls the
+previous handler. If there is none, it writes a line, and the process ends as it would have without
+the handler."""
 
 
 class Watched(NamedTuple):
     """The maps that this process watches for cut files.
 
     Attributes:
-        num_maps: maps whose files may be cut.
-        num_left: further maps that there is room for; more are not watched.
+        num_maps: number of maps whose files may be cut.
+        num_left: how many more maps can be watched; maps beyond that are not watched.
         num_told: number of methods that are called after a cut.
     """
 
@@ -153,7 +154,7 @@ class _Guard:
         Thread(target=self._tell, name="foredraft-cut-files", daemon=True).start()
 
     def watch(self, array: NDArray[Any], line: bytes) -> None:
-        """Survive a cut of an array's file from now on, until the array is freed."""
+        """From now on, survive a cut of an array's file, until the array is freed."""
         with self._lock:
             if id(array) in self._places:
                 return
@@ -190,7 +191,7 @@ class _Guard:
     def _forget(self, array: int) -> None:
         """Release the place of an array, before its memory is unmapped.
 
-        Takes no lock: the garbage collector may call it anywhere.
+        Takes no lock, because the garbage collector may call it anywhere.
         """
         place = self._places.pop(array)
         self._table[place] = 0
@@ -253,7 +254,7 @@ def _install(count: NDArray[np.int64], table: NDArray[np.int64], event: int) -> 
 
 @cache
 def _guard() -> _Guard | None:
-    """Return the guard of this process; None if cut files are not survived."""
+    """Return the guard of this process; None if the process does not survive cut files."""
     if not _IS_KNOWN:
         return None
     try:
@@ -270,8 +271,8 @@ def survive_cuts(indexes: Iterable[Index], react: Callable[[], None]) -> None:
 
     Args:
         indexes: open indexes.
-        react: a method, called in another thread after a read has found a cut, of these or of
-            other indexes, as long as its object lives.
+        react: a method. After a read has found a cut, of these or other indexes, another thread
+            calls it, as long as its object lives.
     """
     guard = _guard()
     if guard is None:
@@ -287,7 +288,7 @@ def survive_cuts(indexes: Iterable[Index], react: Callable[[], None]) -> None:
 
 
 def watched() -> Watched | None:
-    """Return what is watched in this process; None if cut files are not survived."""
+    """Return what this process watches; None if it does not survive cut files."""
     guard = _guard()
     return None if guard is None else guard.watched()
 

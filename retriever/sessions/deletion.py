@@ -1,4 +1,4 @@
-"""Deletion of a drafter's data: first in memory, then on disk; other callers draft in between."""
+"""Deletion of a drafter's data: first in memory, then on disk; other callers draft meanwhile."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -25,13 +25,13 @@ def forget(  # noqa: PLR0913, PLR0917  (what holds data, and what is deleted of 
 ) -> None:
     """Delete the data of a scope, and report it before any later output is learned.
 
-    Other callers draft during waits for the disk.
+    Other callers can draft while this waits for the disk.
 
     Args:
         sessions: the open sessions.
         pools: generations, and their log.
-        plugins: delete the data that they keep; if they cannot distinguish sessions, all of the
-            tenant's.
+        plugins: delete their own data; plugins that cannot distinguish sessions delete all data of
+            the tenant.
         lock: held while sessions or pools are used.
         scope: what to delete.
         tell: called with the scope, and with the lock held, before anything is removed.
@@ -67,7 +67,7 @@ def _sessions_of(scope: Scope, sessions: Sessions, lock: Lock) -> list[tuple[Ses
 
 
 def _emptying(pool: Pool | None, scope: Scope, sessions: Sessions) -> Iterator[None]:
-    """Delete a scope from a pool; all of it is unreadable after the first step."""
+    """Delete a scope from a pool; after the first step, all of the scope is unreadable."""
     if pool is None:
         return
     if scope.origin:

@@ -23,8 +23,8 @@ BOUNDS_S: Final = (
     *(float(f"{step}e{power}") for power in range(-5, 0) for step in (1, 1.6, 2.5, 4, 6.3)),
     1.0,
 )
-"""Upper bounds of the histogram's buckets, in seconds: a draft takes tens of microseconds, and a
-compilation a second."""
+"""Upper bounds of the histogram's buckets, in seconds. A draft takes tens of microseconds, and a
+compilation takes a second."""
 
 
 class Latencies:
@@ -52,12 +52,12 @@ class DraftCounts:
 
     `failed_open` takes no lock, because only the thread that answers clients calls it.
 
-    A node is counted with the next step of its session, or its end. It counts as accepted if the
-    tokens committed next follow its path, even if the verifier had truncated the draft. So the
-    count is an upper bound of the accepted tokens.
+    A node is counted at the next step of its session, or at the session's end. It counts as
+    accepted if the tokens committed next follow its path, even if the verifier had truncated the
+    draft. So the count is an upper bound of the accepted tokens.
 
     Args:
-        counted: counts of a `Predictor`; made here if not given.
+        counted: counts of a `Predictor`; created here if not given.
 
     Attributes:
         by_source: int64[2, MAX_SOURCES], nodes and accepted nodes.
@@ -66,7 +66,7 @@ class DraftCounts:
             tokens committed after these drafts.
         steps: times of steps, including waits for other drafts.
         drafts: times of steps divided by their sequences, counted for each sequence.
-        num_bare: drafts of bare contexts among `drafts`.
+        num_bare: number of drafts in `drafts` that were for bare contexts.
         fail_opens: missed drafts that clients report, by the reason's number on the wire.
     """
 
@@ -97,16 +97,16 @@ class DraftCounts:
 
     @property
     def num_outcomes(self) -> int:
-        """Drafts with a known outcome."""
+        """Number of drafts with a known outcome."""
         return int(self.by_accepted[:-1].sum())
 
     @property
     def num_committed(self) -> int:
-        """Tokens committed after drafts with a known outcome."""
+        """Number of tokens committed after drafts with a known outcome."""
         return int(self.by_accepted[-1])
 
     def accepted_at(self) -> list[int]:
-        """Return how many drafts had their token accepted at each position, from the first on."""
+        """Return for each position, from the first on, how many drafts had their token accepted."""
         from_end = accumulate(reversed(self.by_accepted[1:-1].tolist()))
         return list(from_end)[::-1]
 
@@ -116,10 +116,10 @@ class DraftCounts:
 
 
 _BETWEEN_PAUSES: Final = 256
-"""Sessions counted without a pause: a tenth of a millisecond."""
+"""Sessions counted between two pauses; they take a tenth of a millisecond."""
 
 _PAUSE_S: Final = 1e-4
-"""Long enough for the interpreter to switch to a waiting thread."""
+"""Length of a pause: enough for the interpreter to switch to a waiting thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +127,11 @@ class Census:
     """The data that a drafter has in memory.
 
     Attributes:
-        sessions: number of open sessions, by tenant.
-        session_tokens: tokens of their sequences.
+        sessions: number of open sessions of each tenant.
+        session_tokens: number of tokens in their sequences.
         session_bytes: memory of the sequences.
         tenants: number of tenants whose generations are in memory.
-        generations_tokens: tokens of the generations, and one for the end of each.
+        generations_tokens: number of tokens in the generations, plus one for the end of each.
         generations_bytes: memory of the generations.
         reserved_bytes: memory charged against `max_bytes`: the above, `recycled_bytes`, and
             contexts that are currently read or drafted for.
@@ -159,7 +159,7 @@ class Census:
 
 
 NOTHING_HELD: Final = Census({}, 0, 0, 0, 0, 0, 0, 0)
-"""The census before the drafter is open."""
+"""The census of a drafter that is not open yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,13 +169,13 @@ class DrafterStats:
     Attributes:
         indexes: the shared indexes, in their current snapshots.
         missing_indexes: indexes that a tenant should draft from but that cannot be opened.
-        index_outcomes: outcomes of the nodes that indexes proposed, by set of indexes that are
-            drafted from together.
-        refresh_failures: failed attempts to open a changed or missing index.
-        num_sessions: open sessions.
+        index_outcomes: outcomes of the nodes that indexes proposed; one outcome for each set of
+            indexes that are drafted from together.
+        refresh_failures: number of failed attempts to open a changed or missing index.
+        num_sessions: number of open sessions.
         draft_counts: counts of drafts and their outcomes; the object keeps counting.
         is_logged: whether there is a state directory.
-        log_failures: outputs that could not be written to the state directory.
+        log_failures: number of outputs that could not be written to the state directory.
         plugins: counts of plugins, by name.
         evictions: number of evictions by kind; see `EVICTED`.
         census: what is in memory; `NOTHING_HELD` if it was not requested.
@@ -236,14 +236,14 @@ def _tokens_of(pool: Pool, lock: Lock) -> int:
 
 @dataclass(slots=True)
 class TenantUse:
-    """A tenant's use since its first call. Counts only rise; readers need no lock.
+    """A tenant's usage since its first call. Counts only rise; readers need no lock.
 
     Attributes:
-        drafts: trees made for it.
-        tokens: tokens read for it, of contexts, prompts and steps.
-        nodes: nodes of its trees.
+        drafts: number of trees made for the tenant.
+        tokens: number of tokens read from its contexts, prompts and steps.
+        nodes: number of nodes in its trees.
         seconds: time that the service worked for it, in all threads.
-        refused: calls and messages that exceeded its share.
+        refused: number of calls and messages that exceeded its share.
     """
 
     drafts: int = 0
@@ -253,7 +253,7 @@ class TenantUse:
     refused: int = 0
 
     def add(self, other: "TenantUse") -> None:
-        """Add the use of another tenant."""
+        """Add the usage of another tenant."""
         self.drafts += other.drafts
         self.tokens += other.tokens
         self.nodes += other.nodes
@@ -262,22 +262,22 @@ class TenantUse:
 
 
 MOST_USES: Final = 1024
-"""Most tenants that are counted separately: some 200 bytes each, and a table people can read."""
+"""Most tenants counted separately: some 200 bytes each, and a table that people can read."""
 
 
 class TenantUses:
-    """Use of the most recently active tenants. For one writer; `copy` is for other threads.
+    """Usage of the most recently active tenants. For one writer; other threads use `copy`.
 
     Attributes:
-        others: use of all tenants that are no longer counted separately.
+        others: usage of all tenants that are no longer counted separately.
     """
 
     def __init__(self) -> None:
-        self._by_tenant: OrderedDict[str, TenantUse] = OrderedDict()  # the last used is last
+        self._by_tenant: OrderedDict[str, TenantUse] = OrderedDict()  # least recently used first
         self.others = TenantUse()
 
     def of(self, tenant: str) -> TenantUse:
-        """Return a tenant's use, for the caller to add to."""
+        """Return a tenant's usage, for the caller to add to."""
         use = self._by_tenant.get(tenant)
         if use is None:
             use = self._by_tenant[tenant] = TenantUse()
@@ -288,7 +288,7 @@ class TenantUses:
         return use
 
     def copy(self) -> dict[str, TenantUse]:
-        """Return a copy by tenant, the most recently active one last."""
+        """Return a copy by tenant; the most recently active tenant is last."""
         return {name: replace(use) for name, use in self._by_tenant.copy().items()}
 
 

@@ -1,7 +1,7 @@
 """The interface of a drafter's plugins.
 
-A plugin keeps further data: findings of decoders, or outputs of other drafters. The core imports no
-plugin: options name one, or an installed one is found by its name.
+A plugin stores further data: findings of decoders, or outputs of other drafters. The core imports
+no plugin: options name a plugin, or an installed plugin is found by its name.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,8 +23,8 @@ class DrafterPlugin:
     """A plugin of one drafter. Methods that it does not override do nothing.
 
     Attributes:
-        name: its name in reports.
-        counts: its counts, for `DrafterStats.plugins`; None without any.
+        name: name of the plugin in reports.
+        counts: the plugin's counts, for `DrafterStats.plugins`; None if it has none.
         num_bytes: memory of its data.
     """
 
@@ -33,21 +33,21 @@ class DrafterPlugin:
     num_bytes = 0
 
     def on_vocabulary(self, fingerprint: str, vocabulary: Vocabulary | None) -> None:
-        """Note the tokenizer, once it is known."""
+        """Handle the tokenizer, once it is known."""
 
     def on_remembered(self, entry: Entry) -> None:
-        """Note an output that joins the generations; must take no more than a microsecond."""
+        """Handle an output that joins the generations; may take at most a microsecond."""
 
     @contextmanager
     def storing(self) -> Iterator[None]:
-        """Note that the block writes previously remembered outputs to the state directory."""
+        """Enclose the block that writes previously remembered outputs to the state directory."""
         yield
 
     def on_deleting(self, scope: Scope) -> None:
-        """Note that a caller will delete a scope; called with the drafter's lock held."""
+        """Prepare for a caller's deletion of a scope; called with the drafter's lock held."""
 
     def on_deleted(self, scope: Scope) -> None:
-        """Delete a scope, without the lock; the drafter's own memory of it is already deleted."""
+        """Delete a scope, without the lock; the drafter has already deleted its own data."""
 
     def settle(self) -> None:
         """Write what the next process needs to know about a caller's deletion."""
@@ -93,14 +93,14 @@ class PluginOptions(Protocol):
 
 
 class FindingsKeeper(DrafterPlugin):
-    """Keeps findings of decoders by tenant and model; this base class refuses them."""
+    """Stores findings of decoders by tenant and model; this base class refuses them."""
 
     name = "recycled"
 
     def share(
         self, tenant: str, model: str, findings: Findings, vocabulary_size: int | None
     ) -> None:
-        """Keep findings of a model; see `FindingsStore.share_findings`.
+        """Store findings of a model; see `FindingsStore.share_findings`.
 
         Args:
             tenant: the tenant whose decoder found them.
@@ -109,7 +109,7 @@ class FindingsKeeper(DrafterPlugin):
             vocabulary_size: token ids are below it; None if unknown.
 
         Raises:
-            NotPossibleError: findings are not kept here.
+            NotPossibleError: this drafter stores no findings.
         """
         del tenant, model, findings, vocabulary_size
         raise self._refusal()
@@ -118,7 +118,7 @@ class FindingsKeeper(DrafterPlugin):
         """Return a page of a tenant's findings of a model; see `FindingsStore.fetch_findings`.
 
         Raises:
-            NotPossibleError: findings are not kept here.
+            NotPossibleError: this drafter stores no findings.
         """
         del tenant, model, before
         raise self._refusal()
@@ -126,13 +126,13 @@ class FindingsKeeper(DrafterPlugin):
     @staticmethod
     def _refusal() -> NotPossibleError:
         return NotPossibleError(
-            f"recycled logits are not kept here: they need {_FINDINGS}, which is not part of this "
-            "installation; start the decoder with --recycled-bytes 0"
+            f"recycled logits are not stored here: they need {_FINDINGS}, which is not installed; "
+            "start the decoder with --recycled-bytes 0"
         )
 
 
 def findings_of(state: Any) -> FindingsKeeper:
-    """Return the keeper of a `DrafterState`'s findings, or one that refuses if not installed."""
+    """Return the store of a `DrafterState`'s findings, or one that refuses if not installed."""
     if not is_installed(_FINDINGS):
         return FindingsKeeper()
     keeper: FindingsKeeper = import_module(f"{_FINDINGS}.kept_findings").attach(state)

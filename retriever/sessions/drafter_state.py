@@ -84,8 +84,8 @@ _TOKEN: Final = np.dtype(np.int32)
 _DONE: Final = object()
 
 PAUSE_S: Final = 1e-4
-"""Long enough for a thread to get a lock that another thread takes repeatedly: Python's locks are
-not fair."""
+"""Pause in which another thread can get a lock that this thread takes repeatedly: Python's locks
+are not fair."""
 
 _MANY: Final = 1 << 12  # tokens
 
@@ -93,8 +93,8 @@ _MANY: Final = 1 << 12  # tokens
 class DrafterState:
     """The state of a drafter, and the operations that a process and a service share.
 
-    `ending` and `drafting_ahead` work in pieces of a millisecond or two and yield without the lock
-    after each.
+    `ending` and `drafting_ahead` work in pieces of a millisecond or two. After each piece they
+    yield without the lock.
 
     Args:
         indexes: open indexes, all of one vocabulary; closed with the drafter.
@@ -108,15 +108,15 @@ class DrafterState:
         sessions: the open sessions.
         ledger: the memory ledger.
         eviction: makes room in the ledger.
-        bindings: indexes and phrases by tenant.
-        pools: outputs by tenant, and their log.
-        findings: keeps findings of decoders.
-        grammars: keeps compiled grammars of constrained outputs.
+        bindings: indexes and phrases of each tenant.
+        pools: outputs of each tenant, and their log.
+        findings: stores findings of decoders.
+        grammars: caches compiled grammars of constrained outputs.
         plugins: the plugins, including `findings` and `grammars`.
         draft_counts: counts of drafts and their outcomes.
-        uses: use by tenant, as counted by a service.
+        uses: usage of each tenant, as counted by a service.
         fingerprint: fingerprint of the tokenizer; empty while it is unknown.
-        named: fingerprints by tenant of the tokenizers that tenants named while it is unknown.
+        named: while the tokenizer is unknown, the tokenizer's fingerprint that each tenant named.
         base_bytes: memory of the process when it was ready, without the counted data.
         hold: whether indexes are held in memory.
         copying: held while the state directory is copied.
@@ -218,7 +218,7 @@ class DrafterState:
         return Session(databases, len(tokens), remember, options=known)
 
     def begin(self, key: SessionKey, prepared: Session) -> None:
-        """Begin a sequence as `open` does, under a name that no open session has."""
+        """Start a sequence as `open` does, under a name that no open session has."""
         check_session_name(key.name)
         with self.lock:
             self.sessions.add(key, prepared)
@@ -227,7 +227,7 @@ class DrafterState:
                 self._join(prepared)
 
     def add_predictions(self, key: SessionKey, predictions: Sequence[Prediction]) -> None:
-        """Do as `EmbeddedDrafter.add_predictions` does; predictions are read without the lock."""
+        """Do what `EmbeddedDrafter.add_predictions` does; predictions are read without the lock."""
         added = self._predictions(predictions)
         while True:
             with self.lock:
@@ -248,9 +248,9 @@ class DrafterState:
     ) -> Iterator[DraftTree]:
         """Draft for the outcomes of a committed request; yield without the lock after each.
 
-        Stops at the first outcome that cannot be drafted for: `until_s` (by `time.monotonic`) has
-        passed, the sequence has continued or ended, or a database has no room or does not support
-        drafts ahead.
+        Stops at the first outcome that cannot be drafted for. The reason may be that `until_s` (by
+        `time.monotonic`) has passed, the sequence has continued or ended, or a database has no room
+        or does not support drafts ahead.
         """
         session, request = step.session, step.request
         for outcome in step.outcomes:
@@ -270,7 +270,7 @@ class DrafterState:
             yield tree
 
     def count_step(self, num_drafts: int, seconds: float) -> None:
-        """Count a step made by `commit_each` and `draft_each`."""
+        """Count a step that `commit_each` and `draft_each` made."""
         with self.lock:
             self.draft_counts.stepped(num_drafts, seconds)
 
@@ -280,7 +280,7 @@ class DrafterState:
         """End a sequence as `close` does, without waiting for the state directory; see `flush`.
 
         Returns:
-            Save status of its output; whether the disk took it is known after the next `flush`.
+            The save status of its output; it shows whether the disk took it after the next `flush`.
         """
         saving, pieces = self.ending(key, new_tokens, remember=remember)
         finish(pieces)
@@ -294,7 +294,7 @@ class DrafterState:
         remember: bool = True,
         length: int = 0,
     ) -> tuple[Saving, Generator[None, None, None]]:
-        """Do as `end` does; the iterator adds the output to the generations, in pieces.
+        """Do what `end` does; the iterator adds the output to the generations, in pieces.
 
         Args:
             key: key of the session.
@@ -315,7 +315,7 @@ class DrafterState:
                 check_stated_length(key.name, num_known, len(tokens), length)
             self.sessions.remove(key)
             self.predictor.note(ended.databases, tokens)
-            # The tokens are not added to the sequence, because nothing drafts from it any more.
+            # The tokens are not added to the sequence, because nothing drafts from it now.
             if not (remember and ended.remember):
                 return Saving(SaveStatus.NOTHING), self.locked(iter(()))
             saving, pieces = self.remembering(key, ended, tokens)
@@ -324,8 +324,8 @@ class DrafterState:
     def flush(self) -> None:
         """Write remembered outputs to the state directory, and notify plugins.
 
-        Outputs that the disk refuses stay in memory, as the result of `end` and `log_failures`
-        show.
+        Outputs that the disk refuses stay in memory. The result of `end` and `log_failures` show
+        this.
         """
         if self._keeps_elsewhere:
             with self.plugins.storing():
@@ -343,14 +343,14 @@ class DrafterState:
         return tree
 
     def share_findings(self, model: str, findings: Findings, *, tenant: str = "") -> None:
-        """Keep findings of a decoder for a later run or the tenant's other decoders.
+        """Store findings of a decoder for a later run or for the tenant's other decoders.
 
-        They are neither drafted from nor verified here: wrong findings degrade drafts of the
+        This drafter neither drafts from them nor checks them. Wrong findings degrade drafts of the
         tenant's decoders but never change an output. See `FindingsStore.share_findings`.
 
         Raises:
             InvalidRequestError: they are not valid findings.
-            NotPossibleError: findings are not kept here.
+            NotPossibleError: this drafter stores no findings.
             LimitExceededError: there is no room for them.
             StorageError: the disk refuses.
         """
@@ -399,7 +399,7 @@ class DrafterState:
         return set(map(width_of, self.bindings.corpora_of_all()))
 
     def census(self) -> Census:
-        """Count the data in memory now, with short pauses so that drafts are not held up."""
+        """Count the data in memory now, with short pauses so that drafts do not wait."""
         with self.lock:
             sessions = self.sessions.all()
         census = census_of(sessions, self.pools.all(), self.ledger, self.lock)
@@ -410,7 +410,7 @@ class DrafterState:
         )
 
     def _join(self, session: Session) -> None:
-        """Make a session serve its group, unless there is no room for that."""
+        """Let a session's group draft from it, unless there is no room for that."""
         pool = session.databases.pool
         if session.options.group and pool.running is None and GROUPS.are_wanted():
             with suppress(LimitExceededError):
@@ -428,7 +428,7 @@ class DrafterState:
             yield
 
     def tokens(self, tokens: ArrayLike) -> TokenIds:
-        """Return int32[n], copied unless it is a view of bytes, because the caller may change it.
+        """Return tokens as int32[n]: a copy, unless they are a view of bytes, which cannot change.
 
         Raises:
             InvalidRequestError: they are not a one-dimensional array of token ids.
@@ -441,7 +441,7 @@ class DrafterState:
         return checked_tokens(tokens, self.vocabulary.size if self.vocabulary else None)
 
     def _are_inside(self, tokens: TokenIds) -> bool:
-        """Return whether all of int32[n] are in the vocabulary."""
+        """Return whether all tokens, int32[n], are in the vocabulary."""
         bound = self.predictor.bounds[BOUNDS.VOCABULARY]
         if len(tokens) > _MANY:  # four times as fast for many tokens, slower for few
             return bool(tokens.view(np.uint32).max() < bound)
@@ -461,7 +461,7 @@ class DrafterState:
             raise out_of_memory() from error
 
     def pool(self, tenant: str) -> Pool:
-        """Return a tenant's outputs; loads them if they are not in memory.
+        """Return a tenant's outputs; load them if they are not in memory.
 
         Raises:
             InvalidRequestError: the tenant's name is invalid.
@@ -489,7 +489,7 @@ class DrafterState:
         return CheckedRequest(session, tokens, request, outcomes)
 
     def step(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        """Do a step with the lock held; it is refused as a whole or not at all.
+        """Do a step with the lock held; it is done or refused as a whole.
 
         The kernel checks the numbers of the requests.
         """
@@ -506,8 +506,8 @@ class DrafterState:
             raise
 
     def asked(self, request: DraftRequest, namespace: str = "") -> Asked:
-        """Return a request for the predictor; only tokens that are not int32[n] are checked."""
-        key: Any = (namespace, request.session)  # faster to make than a `SessionKey`
+        """Return a request for the predictor; tokens are checked only if they are not int32[n]."""
+        key: Any = (namespace, request.session)  # faster to create than a `SessionKey`
         session = self.sessions.get(key)
         if session.is_committing:
             check_not_committing(session, request.session)
@@ -564,7 +564,7 @@ class DrafterState:
 
 
 def finish(pieces: Iterable[None], pause_s: float = 0.0) -> None:
-    """Do all pieces of work; a pause makes sure that other threads get the lock between them."""
+    """Do all pieces of work; pauses make sure that other threads get the lock between them."""
     for _ in pieces:
         time.sleep(pause_s)
 

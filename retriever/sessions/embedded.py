@@ -31,7 +31,8 @@ class EmbeddedDrafter(OfOneProcess):
         options: see `DrafterOptions`.
 
     Attributes:
-        state: its state, which services (`ServiceFace`) and operators (`Administration`) also use.
+        state: state of the drafter; services (`ServiceFace`) and operators (`Administration`) also
+            use it.
         vocabulary: vocabulary of the indexes, or as given.
         keeps_tenants: see `Drafter`.
 
@@ -76,9 +77,9 @@ class EmbeddedDrafter(OfOneProcess):
             return cls(indexes, bound=tenants, **options)
 
     def open(self, session: str, prompt: ArrayLike, options: SequenceOptions = DEFAULT) -> None:
-        """Begin a sequence; see `Drafter.open`.
+        """Start a sequence; see `Drafter.open`.
 
-        Drafts come from the tenant's own generations, never another's, and from its running
+        Drafts come from the tenant's own generations, never another tenant's, and from its running
         sequences. Predictions are used only in this session.
         """
         state = self.state
@@ -103,7 +104,7 @@ class EmbeddedDrafter(OfOneProcess):
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`.
 
-        A step is checked as a whole first: if any request is refused, nothing of the step is done.
+        A step is first checked as a whole: if any request is refused, nothing of the step is done.
         (A service refuses requests individually.)
         """
         began = perf_counter()
@@ -117,8 +118,8 @@ class EmbeddedDrafter(OfOneProcess):
     ) -> list[list[DraftTree]]:
         """Commit new tokens and draft for tokens that may come; see `AheadDrafter.draft_ahead`.
 
-        The current sequences are drafted for, too, because learning needs the last draft. A step is
-        checked as a whole first, as by `draft`.
+        This also drafts for the current sequences, because learning needs the last draft. A step is
+        first checked as a whole, as in `draft`.
         """
         state = self.state
         check_batch(requests, state.limits)
@@ -135,7 +136,7 @@ class EmbeddedDrafter(OfOneProcess):
     ) -> None:
         """End a sequence; see `Drafter.close`.
 
-        With a state directory, the output is on disk once this returns, if it is remembered.
+        If there is a state directory and the output is remembered, it is on disk once this returns.
         Replication follows without blocking.
         """
         self.state.end(SessionKey("", session), new_tokens, remember=remember)
@@ -152,7 +153,7 @@ class EmbeddedDrafter(OfOneProcess):
     ) -> DraftTree:
         """Draft for a bare context, integers[n], oldest first, without a session.
 
-        Nodes less probable than `min_probability` are left out. `predictions` are texts that are
+        Nodes less probable than `min_probability` are omitted. `predictions` are texts that are
         expected to follow, each from its beginning.
 
         Raises:
@@ -175,12 +176,12 @@ class EmbeddedDrafter(OfOneProcess):
     def delete(self, tenant: str = "", session: str | None = None) -> None:
         """Delete a tenant's outputs and the findings of its decoders, in memory and on disk.
 
-        Open sessions will not remember what they have generated so far. Replicated outputs are
-        deleted on the server and by the other drafters as soon as the server can be reached.
+        Open sessions will not remember what they have generated so far. The server and the other
+        drafters delete replicated outputs as soon as the server can be reached.
 
         Args:
             tenant: the tenant; empty for callers without one.
-            session: delete only the outputs of sessions of this name, and end an open one. The
+            session: delete only the outputs of sessions with this name, and end an open one. The
                 tenant's learned weights then stay, because they contain no tokens. All findings of
                 its decoders are deleted, because their session is unknown.
 
@@ -193,8 +194,8 @@ class EmbeddedDrafter(OfOneProcess):
     def refresh(self) -> bool:
         """Switch to the indexes' latest snapshots once these are warm; return whether any changed.
 
-        An index that cannot be opened stays at its old snapshot. The failure is counted in
-        `DrafterStats.refresh_failures` and logged, and the next refresh retries.
+        An index that cannot be opened stays at its old snapshot. The failure is logged and counted
+        in `DrafterStats.refresh_failures`, and the next refresh retries.
         """
         return self.state.bindings.refresh()
 
@@ -215,7 +216,7 @@ class EmbeddedDrafter(OfOneProcess):
 
         Args:
             census: whether to count the data in memory, too. This pauses regularly, so that drafts
-                are not held up; leave it out for frequent calls.
+                do not wait; omit it for frequent calls.
         """
         state = self.state
         return DrafterStats(

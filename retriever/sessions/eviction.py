@@ -1,4 +1,4 @@
-"""Eviction: makes room in memory by removing data, the longest idle first."""
+"""Eviction: makes room in memory by removing data; the longest idle data goes first."""
 
 import logging
 from collections import Counter
@@ -12,8 +12,8 @@ from retriever.sessions.drafter_plugins import Plugins
 from retriever.sessions.session_table import Sessions
 
 EVICTED: Final = ("recycled", "pools", "generations", "sessions")
-"""Kinds of evicted data: findings of decoders, outputs of whole tenants, older halves of outputs,
-idle sessions."""
+"""Kinds of evicted data: findings of decoders, all outputs of a tenant, the older half of a
+tenant's outputs, idle sessions."""
 
 _LOGGER: Final = logging.getLogger(__name__)
 
@@ -21,22 +21,22 @@ _LOGGER: Final = logging.getLogger(__name__)
 class Eviction:
     """Makes room in a ledger; see `Evictor`.
 
-    If the service is at its ceiling, these are evicted in turn: a tenant's findings of decoders
-    that no state directory keeps; outputs of tenants without open sessions; the older half of the
+    If the service is at its ceiling, it evicts in this order: a tenant's findings of decoders that
+    no state directory holds; outputs of tenants without open sessions; the older half of the
     requesting tenant's outputs; then sessions idle for longer than `idle_eviction_s`. If a tenant
-    is at its own ceiling, the same is evicted from its own data. A share is an equal part of the
-    ceiling for each tenant that has open sessions or called within `idle_session_s`. A tenant that
-    exceeds its share takes nothing from such tenants that do not exceed theirs.
+    is at its own ceiling, the same data is evicted, but only its own. A share is an equal part of
+    the ceiling for each tenant that has open sessions or called within `idle_session_s`. A tenant
+    that exceeds its share takes nothing from such tenants that do not exceed theirs.
 
     Args:
         ledger: the memory ledger.
         sessions: the open sessions.
         pools: outputs.
-        plugins: keep further data, which is evicted first.
+        plugins: hold further data, which is evicted first.
         lock: the drafter's lock.
 
     Attributes:
-        counts: how often each of `EVICTED` has made room.
+        counts: how often each kind in `EVICTED` has made room.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Eviction:
             return self._evict(tenant, num_bytes, limit)
 
     def _evict(self, tenant: str, num_bytes: int, limit: str) -> bool:
-        if self._is_under_way:  # shrinking takes memory for the part that stays
+        if self._is_under_way:  # shrinking outputs needs memory for the part that stays
             return False
         self._is_under_way = True
         try:
@@ -84,7 +84,7 @@ class Eviction:
             self._is_under_way = False
 
     def _spared(self, tenant: str, num_bytes: int) -> set[str]:
-        """Return the tenants whose data may not be evicted for this one."""
+        """Return the tenants whose data may not be evicted for this tenant."""
         active = {
             *self._sessions.tenants,
             *self._pools.used_within(self._sessions.limits.idle_session_s),

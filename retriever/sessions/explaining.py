@@ -23,9 +23,9 @@ def explain(  # noqa: PLR0913  (the last four are options)
     tenant: str = "",
     predictions: Sequence[Prediction] = (),
 ) -> Explanation:
-    """Draft as `draft_context` does, with the evidence for each node; takes milliseconds.
+    """Draft as `draft_context` does, with the evidence for each node; this takes milliseconds.
 
-    At most `max_documents` are named for each node. Generations are not shown.
+    At most `max_documents` documents are named for each node. Generations are not shown.
 
     Raises:
         InvalidRequestError: the context, a prediction, a number or the tenant is invalid.
@@ -46,7 +46,7 @@ def explain_prepared(
     min_probability: float,
     max_documents: int,
 ) -> Explanation:
-    """Do as `explain` does, for a context that `prepare` has read."""
+    """Do what `explain` does, for a context that `prepare` has read."""
     check_documents(max_documents)
     check_draft(budget_nodes, min_probability, state.limits)
     with state.lock:

@@ -1,4 +1,4 @@
-"""Compiled grammars of constrained outputs, by tenant."""
+"""Compiled grammars of constrained outputs, for each tenant."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
@@ -13,12 +13,12 @@ from retriever.predict.ledger import Charge, Ledger
 from retriever.sessions.drafter_plugins import DrafterPlugin
 
 _MOST_KEPT: Final = 32
-"""Grammars of a tenant; those that were not used for longest are compiled again."""
+"""Most grammars cached per tenant; those that were unused for longest are dropped."""
 
 _LEAST_BYTES: Final = 2 << 20
 _BYTES_PER_BYTE: Final = 300
-"""Memory of a compiled grammar, and for each byte of its source: 2 to 15 MB were measured for
-schemas of 0.6 to 30 KB, 43 MB for 92 KB."""
+"""Memory of a compiled grammar: a fixed part, and a part per byte of its source. We measured 2 to
+15 MB for schemas of 0.6 to 30 KB, and 43 MB for 92 KB."""
 
 
 class _Kept(NamedTuple):
@@ -27,11 +27,11 @@ class _Kept(NamedTuple):
 
 
 class KeptGrammars(DrafterPlugin):
-    """Compiles constraints, and keeps what was compiled, with what outputs taught about it.
+    """Compiles constraints, and caches the grammars with what they learned from outputs.
 
     Args:
-        ledger: that the memory is taken from.
-        tokenizer: returns that of the sequences; None if it is not known.
+        ledger: accounts for the memory of the grammars.
+        tokenizer: returns the tokenizer of the sequences; None if it is unknown.
     """
 
     name = "grammars"
@@ -42,17 +42,17 @@ class KeptGrammars(DrafterPlugin):
         self._lock = Lock()
 
     def compiled(self, tenant: str, constraint: OutputConstraint) -> CompiledGrammar:
-        """Return the grammar of a tenant's constraint; takes milliseconds, or a second if large.
+        """Return the grammar of a tenant's constraint; this takes milliseconds, at most a second.
 
         Raises:
-            NotServedError: the tokenizer is not known.
-            InvalidConstraintError: it cannot be read or followed.
-            LimitExceededError: there is no room for it.
+            NotServedError: the tokenizer is unknown.
+            InvalidConstraintError: the constraint is malformed or unsupported.
+            LimitExceededError: there is no memory left for it.
         """
         if self._tokenizer is None:
             raise NotServedError(
-                "constraints need the text of tokens: start the service with --tokenizer, or an "
-                "EmbeddedDrafter with tokenizer=, or open the session without a constraint"
+                "constraints need the text of tokens: start the service with --tokenizer, give "
+                "EmbeddedDrafter a tokenizer=, or open the session without a constraint"
             )
         key = tenant, constraint
         with self._lock:
@@ -71,11 +71,11 @@ class KeptGrammars(DrafterPlugin):
         return kept.grammar
 
     def on_deleted(self, scope: Scope) -> None:
-        """Forget a tenant's grammars: what its outputs taught is part of them."""
+        """Drop a tenant's grammars, because they contain what they learned from its outputs."""
         self.evict(scope.tenant)
 
     def bytes_by_tenant(self) -> Mapping[str, int]:
-        """Return the memory that is held of each tenant."""
+        """Return the memory that the grammars of each tenant hold."""
         held: Counter[str] = Counter()
         with self._lock:
             for (tenant, _), kept in self._kept.items():
@@ -83,7 +83,7 @@ class KeptGrammars(DrafterPlugin):
         return held
 
     def evict_idle(self, may_go: Callable[[str], bool]) -> bool:
-        """Forget the grammars of one tenant, if those of one may go."""
+        """Drop the grammars of one tenant that `may_go` accepts; return whether there was one."""
         with self._lock:
             tenants = [tenant for tenant, _ in self._kept]
         found = next(filter(may_go, tenants), None)
@@ -92,7 +92,7 @@ class KeptGrammars(DrafterPlugin):
         return found is not None
 
     def evict(self, tenant: str) -> None:
-        """Forget a tenant's grammars."""
+        """Drop a tenant's grammars."""
         with self._lock:
             for key in [each for each in self._kept if each[0] == tenant]:
                 del self._kept[key]

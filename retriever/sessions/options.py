@@ -48,7 +48,7 @@ def check_files(
 
 
 def indexed_tokenizer(indexes: Sequence[Path]) -> str | None:
-    """Return the tokenizer's name from the first index that has one, None without any.
+    """Return the tokenizer's name from the first index that has one; None if none has.
 
     Raises:
         IndexerError: an index cannot be opened.
@@ -73,7 +73,7 @@ def load_phrases(  # noqa: PLR0913  (the last three are options)
     say: Callable[[str], object] = _print_to_standard_error,
     track: Track = lambda items, _: items,
 ) -> ListedPhrases | None:
-    """Load listed phrases and report what was loaded and left out; None if no file is given.
+    """Load listed phrases and report what was loaded and skipped; None if no file is given.
 
     Args:
         paths: files of listed phrases.
@@ -81,7 +81,7 @@ def load_phrases(  # noqa: PLR0913  (the last three are options)
         vocabulary: vocabulary of the token ids; None for that of the first index that can be
             opened.
         indexes: paths of the drafter's indexes.
-        say: takes a line of the report; standard error by default.
+        say: prints a line of the report; to standard error by default.
         track: shows progress.
 
     Raises:
@@ -108,10 +108,10 @@ class OpeningOptions(TypedDict, total=False):
     Attributes:
         vocabulary: vocabulary of the sequences' tokenizer; an index with another one is refused.
         limits: upper limits for requests and memory.
-        state: a directory that keeps outputs and learned weights, so that a restarted drafter
-            drafts as well as before; None to keep them only in memory. One drafter at a time.
-        durability: with "process", outputs survive the end of this process, even by a kill; with
-            "disk" also a power failure, at the cost of a disk write in every `close`.
+        state: a directory for outputs and learned weights, so that a restarted drafter drafts as
+            well as before; None to store them only in memory. For one drafter at a time.
+        durability: with "process", outputs survive the end of this process, even by a kill. With
+            "disk" they also survive a power failure, but every `close` writes to the disk.
         phrases: listed phrases.
         hold_indexes: whether to copy the indexes' files to memory instead of mapping them, so that
             files can be truncated or overwritten.
@@ -119,13 +119,12 @@ class OpeningOptions(TypedDict, total=False):
             every refresh, instead of raising the error.
         refresh_s: how often to check for changed indexes in a separate thread, in seconds; 0 for
             never. `refresh` checks immediately.
-        threads: most threads that a step of several sequences is divided over; 1 by default. A
-            helper thread that waits for a processor delays the step, so give only as many as are
-            free.
-        predictor: grows the trees, with room for `limits`; made if not given.
+        threads: most threads that share a step of several sequences; 1 by default. A helper thread
+            that waits for a processor delays the step, so give only as many as are free.
+        predictor: grows the trees, with room for `limits`; created if not given.
         plugins: options of plugins to attach, such as `ReplicationOptions`.
         tokenizer: returns the sequences' tokenizer; called at the first sequence with a constraint.
-            None: such sequences are refused.
+            With None, such sequences are refused.
         clock: a monotonic clock in seconds, for idle sessions; `time.monotonic` by default.
     """
 
@@ -169,13 +168,13 @@ def opened_indexes(
     Args:
         paths: paths of the shared indexes.
         bound: paths of indexes and phrases of tenants.
-        vocabulary: the vocabulary that all must have; None for that of the first.
+        vocabulary: the vocabulary that all must have; None for that of the first index.
         hold: see `OpeningOptions.hold_indexes`.
         skip_missing: see `OpeningOptions.skip_missing`.
 
     Raises:
-        indexer.errors.IndexerError: an index is missing, damaged or of another tokenizer; if these
-            are skipped, no index can be opened to get the vocabulary.
+        indexer.errors.IndexerError: an index is missing, damaged or of another tokenizer. If such
+            indexes are skipped, none can be opened to get the vocabulary.
         InvalidRequestError: a tenant's name is invalid.
     """
     shared, bound = list(paths), bound or BoundPaths()
@@ -202,7 +201,7 @@ def _first_vocabulary(paths: Sequence[Path | str]) -> Vocabulary | None:
 
 
 class _Opening:
-    """Opens indexes, and logs which are missing and which are held in memory."""
+    """Opens indexes; logs which are missing and which are held in memory."""
 
     def __init__(self, vocabulary: Vocabulary | None, *, hold: bool, skip_missing: bool) -> None:
         self._vocabulary = vocabulary

@@ -1,12 +1,12 @@
 """The indexes of a drafter as one corpus, refreshed when they change.
 
 An index changes when documents are added or removed, segments are merged, or another index replaces
-it. Drafts use the old snapshot until the new one is open and its corpus is warm. Then one reference
-is exchanged between two drafts and the old snapshot is closed, so that a writer can remove unused
-segments.
+it. Drafts use the old snapshot until the new snapshot is open and its corpus is warm. Then one
+reference is exchanged between two drafts, and the old snapshot is closed. So a writer can remove
+unused segments.
 
-An index whose files are truncated while it is in use is dropped. It then counts as missing, like an
-index that could not be opened at the start, until a refresh can open it.
+If an index's files are truncated while it is in use, the index is dropped. Until a refresh can open
+it, it counts as missing, like an index that could not be opened at the start.
 """
 
 import logging
@@ -33,7 +33,7 @@ from retriever.tree import Source
 
 _logger = logging.getLogger(__name__)
 
-_REHEARSED_SESSIONS: Final = 128  # last used sessions: 6 ms of drafting, plus reading pages
+_REHEARSED_SESSIONS: Final = 128  # the last used: 6 ms of drafting, plus reading pages
 _REHEARSAL_NODES: Final = 32  # a usual budget of engines with trees
 _PAGE_ENTRIES: Final = 1024
 """Entries of `Segment.starts` in a page of memory."""
@@ -63,8 +63,8 @@ class Corpora:
 
         Args:
             indexes: the indexes to draft from.
-            before: the previous corpus: its outcome counts are continued, and its phrase tables are
-                reused if no tables have changed.
+            before: the previous corpus. The new corpus continues its outcome counts, and reuses its
+                phrase tables if no tables have changed.
 
         Raises:
             indexer.errors.IndexerError: phrase tables cannot be summed.
@@ -95,7 +95,7 @@ def rehearse(corpus: Corpus, contexts: Iterable[TokenIds]) -> None:
 
     Args:
         corpus: the corpus, not in use yet.
-        contexts: int32[n] each, the last tokens of a sequence.
+        contexts: the last tokens of sequences, int32[n] each.
     """
     cold_start.ensure_kept([cold_start.width_of(corpus)])
     for segment in corpus.segments:
@@ -134,7 +134,7 @@ class MissingIndex:
 
 
 IndexState = Index | MissingIndex
-"""An index that is drafted from, or that will be once it can be opened."""
+"""An index that is drafted from now, or once it can be opened."""
 
 
 def _open_among(indexes: Iterable[IndexState]) -> list[Index]:
@@ -150,7 +150,7 @@ class RefreshedCorpora:
         lock: held while the corpus is read or sessions are used.
 
     Attributes:
-        failures: failed attempts to open a changed or missing index.
+        failures: number of failed attempts to open a changed or missing index.
     """
 
     def __init__(self, indexes: Sequence[IndexState], sessions: Sessions, lock: Lock) -> None:
@@ -167,7 +167,7 @@ class RefreshedCorpora:
         self._thread: Thread | None = None
 
     def watch(self, refresh_s: float) -> None:
-        """Refresh periodically from now on, in a separate thread; 0 stops this."""
+        """Refresh periodically from now on, in a separate thread; with 0, stop doing so."""
         self._unwatch()
         if refresh_s > 0 and not self._is_shut_down.is_set():
             self._is_unwatched = Event()
@@ -191,7 +191,7 @@ class RefreshedCorpora:
 
     @property
     def outcome(self) -> tuple[int, int]:
-        """Nodes of source `CORPUS` in all drafts from these indexes, and accepted ones."""
+        """Number of nodes from these indexes in all drafts, and of accepted ones."""
         drafted, accepted = self._corpora.corpus.outcomes[:, Source.CORPUS].tolist()
         return drafted, accepted
 
@@ -229,8 +229,8 @@ class RefreshedCorpora:
         A removed index closes with the last draft that uses it.
 
         Args:
-            changed: returns the new indexes, given the current ones; those that are not among the
-                current ones are closed on an error.
+            changed: returns the new indexes, given the current ones. On an error, new indexes that
+                are not among the current ones are closed.
 
         Raises:
             IndexerError: phrase tables cannot be summed.
@@ -247,7 +247,7 @@ class RefreshedCorpora:
             self._exchange(indexes, newer)
 
     def retire(self, successor: Corpora) -> None:
-        """End the thread and move the sessions to the corpus of another.
+        """End the thread and move the sessions to the corpus of another object.
 
         The indexes close with the last draft that uses them.
         """

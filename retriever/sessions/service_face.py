@@ -19,13 +19,13 @@ from retriever.sessions.session_table import CheckedRequest, Session
 from retriever.tree import DraftTree
 
 _READING_BYTES: Final = 16
-"""Memory of a token while a prompt is read: 4 bytes in its message, 8 when decoded, 4 in a copy."""
+"""Memory per token while a prompt is read: 4 bytes in its message, 8 when decoded, 4 in a copy."""
 
-_MOST_NAMED: Final = 4096  # tenants whose tokenizers are remembered: a megabyte
+_MOST_NAMED: Final = 4096  # most tenants whose tokenizers are remembered: a megabyte
 
 
 class ServiceFace:
-    """A drafter as a service sees it, which interleaves the steps of its streams.
+    """A drafter from the view of a service, which interleaves the steps of its streams.
 
     A step is `step_each`, or `commit_each` and `draft_each`.
 
@@ -33,22 +33,22 @@ class ServiceFace:
         state: state of the drafter, which others may use at the same time.
 
     Attributes:
-        state: as given; it also has the operations for use within a process.
+        state: state of the drafter; it also has the operations for use within a process.
     """
 
     def __init__(self, state: DrafterState) -> None:
         self.state = state
 
     def charge_reading(self, tenant: str, num_tokens: int, num_predicted: int = 0) -> Charge:
-        """Charge the memory of a prompt, and of reading it, before it is queued.
+        """Charge the memory of a prompt, and of reading it, before the prompt is queued.
 
-        All of it is charged at once, because prompts that each hold only a part of their memory
+        All of it is charged at once. Otherwise prompts that each hold only a part of their memory
         could wait for each other forever.
 
         Args:
             tenant: tenant of the prompt.
-            num_tokens: tokens of the prompt, at least approximately.
-            num_predicted: tokens of predictions, at least approximately.
+            num_tokens: number of tokens in the prompt, at least approximately.
+            num_predicted: number of tokens in predictions, at least approximately.
 
         Returns:
             The charge, for `prepare`, which takes it over.
@@ -88,7 +88,7 @@ class ServiceFace:
                 try:
                     step = self._charged(request, namespace)
                 except RetrieverError as error:
-                    # Its frames hold this list and thereby sessions that may have ended.
+                    # Its frames hold this list, and so hold sessions that may have ended.
                     committed.append(error.with_traceback(None))
                     continue
                 committed.append(step)
@@ -129,7 +129,7 @@ class ServiceFace:
         """
         trees = [DraftTree.empty()] * len(steps)
         with self.state.lock:
-            # A session that another step is writing, without the lock, is left out.
+            # Sessions that another step is writing, without the lock, are omitted.
             asked = {
                 at: _drafting(step)
                 for at, step in enumerate(steps)
@@ -141,7 +141,7 @@ class ServiceFace:
         return trees
 
     def discard(self, ended: Iterable[tuple[SessionKey, Session]]) -> int:
-        """End those sessions that are still open, without remembering them; return how many."""
+        """End the sessions that are still open, without remembering them; return how many."""
         with self.state.lock:
             return self.state.sessions.discard(ended)
 
@@ -161,7 +161,7 @@ class ServiceFace:
         return len(remembered)
 
     def load(self, tenant: str) -> Pool:
-        """Load a tenant's outputs, if they are not in memory; they stay while the pool is held.
+        """Load a tenant's outputs, unless they are in memory; they stay while the pool is held.
 
         Raises:
             InvalidRequestError: the tenant's name is invalid.
@@ -169,7 +169,7 @@ class ServiceFace:
         return self.state.pool(tenant)
 
     def is_loaded(self, tenant: str) -> bool:
-        """Return whether a tenant's generations are in memory, because loading them is slow."""
+        """Return whether a tenant's generations are in memory; loading them is slow."""
         return tenant in self.state.pools
 
     def indexes_of(self, tenant: str) -> tuple[Index, ...]:
@@ -182,7 +182,7 @@ class ServiceFace:
         If the drafter has no vocabulary, each tenant has the first tokenizer that it names, as long
         as it has open sessions or outputs in memory. So no client can lock out other tenants. A
         state directory and replication allow only one tokenizer: that of the first output stored
-        there, which becomes the drafter's.
+        there. It becomes the drafter's tokenizer.
 
         Raises:
             VocabularyMismatchError: `fingerprint` is neither empty nor the expected one.

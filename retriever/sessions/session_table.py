@@ -22,11 +22,11 @@ class Session:
 
     Attributes:
         databases: the databases that it is drafted from.
-        prompt_length: tokens of the prompt.
+        prompt_length: number of tokens in the prompt.
         remember: whether its output joins the generations.
         last_used_s: time of the last request.
         is_open: whether it has not ended.
-        is_committing: whether a long commit is running, during which other requests are refused.
+        is_committing: whether a long commit is running; meanwhile other requests are refused.
         options: the options that it was opened with, without the predictions.
     """
 
@@ -45,12 +45,12 @@ class Session:
 
 
 class CheckedRequest(NamedTuple):
-    """A request after the checks against its session.
+    """A request that passed the checks against its session.
 
     Attributes:
         session: session of the sequence.
         new_tokens: int32[n], inside the vocabulary.
-        request: as received.
+        request: the request as received.
         outcomes: int32[k] each, inside the vocabulary.
     """
 
@@ -64,7 +64,7 @@ class Sessions:
     """Sessions by name, the longest idle first. Not thread-safe: callers hold a lock.
 
     Args:
-        limits: numbers of sessions and tokens, and the idle time.
+        limits: limits of the number of sessions and tokens, and of the idle time.
         clock: a monotonic clock in seconds.
     """
 
@@ -83,7 +83,7 @@ class Sessions:
         return self._tenant_sessions.keys()
 
     def add(self, key: SessionKey, session: Session) -> None:
-        """Begin a session.
+        """Start a session.
 
         Raises:
             SessionExistsError: the name is taken.
@@ -97,7 +97,7 @@ class Sessions:
         self._tenant_sessions[session.tenant] += 1
 
     def get(self, key: SessionKey) -> Session:
-        """Return a session, and mark it as used last.
+        """Return a session, and mark it as the last used.
 
         Raises:
             UnknownSessionError: no session has this name.
@@ -149,7 +149,7 @@ class Sessions:
         return session
 
     def discard(self, ended: Iterable[tuple[SessionKey, Session]]) -> int:
-        """End those that are still open; return how many. A new session of the same name stays."""
+        """End the given sessions that are still open; return how many. Newer sessions stay."""
         gone = [key for key, session in ended if self._open.find(key) is session]
         for key in gone:
             self.remove(key)
@@ -180,7 +180,7 @@ class Sessions:
         return [item for item in self._open.items() if item[1].tenant == tenant]
 
     def wipe(self, ended: Iterable[tuple[SessionKey, Session]]) -> None:
-        """End those that are still open, and overwrite their tokens."""
+        """End the given sessions that are still open, and overwrite their tokens."""
         for key, session in ended:
             if self._open.find(key) is session:
                 self.remove(key).databases.clear()

@@ -1,7 +1,7 @@
 """The gRPC servicer of the admin plane: translates messages and calls the drafter's administration.
 
 Calls that only read run on the event loop in slices. Calls that change something or wait run in
-separate threads and are recorded in the audit log there; they complete even if the caller leaves.
+separate threads, which also record them in the audit log. They complete even if the caller leaves.
 """
 
 import asyncio
@@ -248,7 +248,7 @@ class AdminServicer:
         return Administration(service.drafter.state)
 
     def _drain(self) -> tuple[bool, int]:
-        """Start to drain; return whether it already drained, and the number of open sessions."""
+        """Start to drain; return whether it had started before, and how many sessions are open."""
         service = self._on.service
         was_draining = self._is_ended or service.observer.lifecycle.phase is Phase.DRAINING
         self._is_ended = True

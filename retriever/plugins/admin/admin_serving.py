@@ -23,7 +23,7 @@ from retriever.v1 import admin_pb2_grpc as pb_grpc
 from retriever.wire.channels import server_options
 
 MAX_MESSAGE_BYTES: Final = 1 << 16
-"""Largest request, in bytes: enough for a path and some names."""
+"""Largest request, in bytes; this is enough for a path and a few names."""
 
 _MAX_CALLS: Final = 32  # concurrent calls of operators and their tools
 _GRACE_S: Final = 1.0  # for the last responses
@@ -33,10 +33,10 @@ _LOGGER: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AdminPlane:
-    """The address that operators call, and the check of who may.
+    """The address that operators call, and the check of who may call.
 
-    On a unix socket of a service without an access file, the permission to open the socket, which
-    has mode 0600, is the credential. Otherwise a caller needs the scope `admin`.
+    Without an access file, the permission to open the unix socket, which has mode 0600, is the
+    credential. With an access file, or on any other address, a caller needs the scope `admin`.
 
     Attributes:
         address: HOST:PORT or unix:PATH.
@@ -81,8 +81,7 @@ class AdminPlane:
         """Refuse an address at which anyone could administer the service.
 
         Raises:
-            InsecureAddressError: the address is open to others, or is the one where drafts are
-                served.
+            InsecureAddressError: the address is open to others, or is the address for drafts.
             AddressInUseError: the address is in use or cannot be bound.
         """
         if self.address == draft_address and not self.address.endswith(":0"):
@@ -100,7 +99,7 @@ class AdminPlane:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
-        """Serve during the block; yield the address.
+        """Run the server during the block; yield the address.
 
         Raises:
             AddressInUseError: the address is in use or cannot be bound.

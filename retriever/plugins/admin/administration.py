@@ -1,7 +1,7 @@
 """Operations on a running drafter: inspect, end, evict, attach, change limits, copy the state.
 
-All of it may run in any thread. The drafter's data is copied or changed in slices under its lock,
-with drafts in between.
+All operations may run in any thread. They copy or change the drafter's data in slices under its
+lock, with drafts in between.
 """
 
 import math
@@ -28,7 +28,7 @@ from retriever.sessions.session_table import Session
 from retriever.v1 import admin_pb2 as pb
 
 SLICE: Final = 64
-"""Sessions or tenants per report: 0.2 ms, less than a slice of a long step."""
+"""Sessions or tenants per report. A report takes 0.2 ms, less than a slice of a long step."""
 
 _ENDED_AT_ONCE: Final = 16  # with 1,000 tokens each, the lock is held for about 0.5 ms
 _COPY_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -38,11 +38,11 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True, slots=True)
 class SessionFilter:
-    """Selects the sessions that match all set fields.
+    """Selects the sessions that match all given fields.
 
     Attributes:
-        tenant: tenant of the session; None for any.
-        session: name of the session; empty for any.
+        tenant: tenant of the session; None for any tenant.
+        session: name of the session; empty for any name.
         min_idle_s: least idle time, in seconds.
 
     Raises:
@@ -97,13 +97,13 @@ class Administration:
             ]
 
     def end(self, wanted: SessionFilter, *, forget: bool) -> pb.EndSessionsResponse:
-        """End the matching sessions; a new session of the same name stays.
+        """End the matching sessions; a newer session of the same name stays.
 
-        Blocks until kept outputs are written.
+        Blocks until the outputs are written, unless `forget` is set.
 
         Args:
             wanted: selects the sessions.
-            forget: keep nothing of their outputs.
+            forget: remember nothing of their outputs.
         """
         failures = self._state.pools.log_failures
         num_ended = num_kept = 0
@@ -121,7 +121,7 @@ class Administration:
         )
 
     def tenants(self) -> list[pb.TenantInfo]:
-        """Return what each tenant holds, by name; blocks for some pauses."""
+        """Return what each tenant holds, by name; blocks for a few pauses."""
         found = _Reports()
         for part in _sliced(self._held()):
             for _, session in part:
@@ -173,8 +173,8 @@ class Administration:
             lose: whether to evict even if none are on disk.
 
         Returns:
-            Whether they were in memory, and the number of sessions that hold them there until they
-            end.
+            Whether they were in memory, and the number of open sessions that keep them in memory
+            until they end.
 
         Raises:
             NotPossibleError: they would be lost.
@@ -216,7 +216,7 @@ class Administration:
         checked = _checked_path(path, tenant)
         vocabulary = self._state.vocabulary
         if vocabulary is None:
-            # Tokens of open sessions were never checked: a search could leave the index's tables.
+            # Tokens of open sessions were never checked: a search could read beyond the tables.
             raise NotPossibleError(
                 "this service started without an index and without --tokenizer, so it is unknown "
                 "which tokens it was sent: start it with one of them"
@@ -240,7 +240,7 @@ class Administration:
             changes: new values by name.
 
         Raises:
-            NotPossibleError: a limit cannot change while the drafter runs; none is changed.
+            NotPossibleError: a limit cannot change while the drafter runs; nothing is changed.
         """
         fixed = sorted(changes.keys() - CHANGEABLE_LIMITS)
         if fixed:
@@ -258,11 +258,11 @@ class Administration:
 
         Args:
             folder: folder of all copies.
-            name: name of the new folder in it; from the time if empty.
+            name: name of the new folder in it; derived from the time if empty.
 
         Raises:
             InvalidRequestError: the name is invalid.
-            NotPossibleError: there is no state, such a copy exists, or one is being made.
+            NotPossibleError: there is no state, such a copy exists, or a copy is being made.
             StateError: the disk refuses.
         """
         name = name or f"state-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
@@ -312,10 +312,10 @@ class Administration:
     def _end(
         self, key: SessionKey, session: Session, wanted: SessionFilter, *, keep: bool
     ) -> tuple[bool, bool]:
-        """End a session if it is still open and matches; return whether it ended and is kept.
+        """End a session if it is open and matches; return whether it ended, and is remembered.
 
-        A session with a long commit in progress is not kept, since its tokens are still being
-        written.
+        A session with a long commit in progress is not remembered, because its tokens are still
+        being written.
         """
         sessions = self._state.sessions
         with self._state.lock:

@@ -1,8 +1,8 @@
-"""The audit log: one JSON line for the beginning and one for the end of every operator's change.
+"""The audit log: one JSON line for the start and one for the end of every operator's change.
 
-A change is refused if its beginning cannot be written and synced, so that no change goes
-unrecorded. Both lines have the same `id`; if the second line is missing, the process ended during
-the change. Lines with the outcome are also in the service's log.
+A change is refused if its start cannot be written and synced, so that no change goes unrecorded.
+Both lines have the same `id`; if the second line is missing, the process ended during the change.
+Lines with the outcome are also in the service's log.
 """
 
 import json
@@ -40,7 +40,7 @@ class Change:
 
 
 class AuditLog:
-    """Records changes. Thread-safe; blocks for the disk.
+    """Records changes. Thread-safe; blocks while it waits for the disk.
 
     Args:
         path: path of the file, which is created with mode 0600 and appended to. It is opened for
@@ -62,7 +62,7 @@ class AuditLog:
 
     @contextmanager
     def change(self, who: str, call: str, what: Mapping[str, Any]) -> Iterator[Change]:
-        """Record that a change begins and, after the block, how it ended.
+        """Record that a change starts and, after the block, how it ended.
 
         Args:
             who: name of the operator.
@@ -70,7 +70,7 @@ class AuditLog:
             what: arguments of the call, for JSON.
 
         Raises:
-            NotPossibleError: the beginning cannot be recorded; the block does not run.
+            NotPossibleError: the start cannot be recorded; the block does not run.
         """
         said = {"id": secrets.token_hex(8), "who": who, "call": call, "what": dict(what)}
         try:

@@ -1,7 +1,7 @@
 """Settings of a running service: those in force, and those that a reload changes.
 
-Changeable settings are listed here. Any other setting needs a restart, so a new setting is safe
-until someone implements how to apply it.
+The settings that can change are listed here. Any other setting needs a restart, so a new setting is
+safe until someone implements how to apply it.
 """
 
 import json
@@ -27,7 +27,7 @@ CHANGEABLE: Final = _LOGS | CHANGEABLE_LIMITS | {"refresh"}
 
 @dataclass(frozen=True, slots=True)
 class SettingChange:
-    """A setting with another value.
+    """A setting whose value differs from the one in force.
 
     Attributes:
         name: name of the setting.
@@ -106,7 +106,7 @@ def _differences(before: Resolved[Settings], after: Resolved[Settings]) -> list[
 def _refuse_fixed(
     changes: list[SettingChange], newer: Settings, administration: Administration
 ) -> None:
-    """Refuse changes that need a restart; listing the indexes as attached now is allowed."""
+    """Refuse changes that need a restart; it is fine to list the indexes attached now."""
     fixed = [each.name for each in changes if each.name not in CHANGEABLE]
     if _INDEXES.intersection(fixed) and _named_indexes(newer) == _attached_indexes(administration):
         fixed = [name for name in fixed if name not in _INDEXES]

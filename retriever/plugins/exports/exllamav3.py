@@ -1,9 +1,10 @@
 """A corpus for exllamav3: its frozen suffix automaton, in one file.
 
-The file is a prefix (`EXL3SAM` and a zero byte, then version u32, bytes of the header u32 and of
-the payload u64, little-endian), a JSON header, and one Zstandard frame. The frame holds nine arrays
-of i32 at multiples of 64 bytes, each as four planes: the lowest bytes of all numbers, then the next
-bytes. The loader checks the graph, and checks that the model's tokenizer files are those that the
+The file has three parts. The prefix is `EXL3SAM` and a zero byte, then the version (u32), the size
+of the header (u32) and of the payload (u64) in bytes, all little-endian. The second part is a JSON
+header, and the third one Zstandard frame. The frame holds nine arrays of i32 at multiples of 64
+bytes. Each array is stored as four planes: the lowest bytes of all numbers, then the next bytes.
+The loader checks the graph. It also checks that the model's tokenizer files are those that the
 header names.
 
 Source: exllamav3 1.6.5, `exllamav3/generator/ngram.py` and `FrozenSAMCursor`.
@@ -38,10 +39,10 @@ class FrozenAutomaton:
     """A suffix automaton; state 0 is the root.
 
     Attributes:
-        links: int32[s], -1 at the root.
+        links: int32[s], the state of the longest suffix that occurs elsewhere; -1 at the root.
         lengths: int32[s], length of each state's longest substring, in tokens.
         ends: int32[s], position of the last token of its first occurrence; 2^31 - 1 at the root.
-        offsets: int32[s + 1], where the edges of each state begin.
+        offsets: int32[s + 1], where the edges of each state start.
         labels: int32[e], tokens of the edges, ascending within a state.
         targets: int32[e], states that the edges lead to.
     """
@@ -99,10 +100,10 @@ else:
     from backports import zstd
 
 DEFAULT_MAX_TOKENS: Final = 10_000_000
-"""1.6 GB at `BYTES_PER_TOKEN`, which fits in memory next to a model."""
+"""Default limit: 1.6 GB at `BYTES_PER_TOKEN`, which fits in memory next to a model."""
 
 MAX_TOKENS: Final = (2**31 - 2) // 3
-"""Most tokens; with more, edge numbers would not fit four bytes."""
+"""Most tokens; with more tokens, edge numbers would not fit in four bytes."""
 
 _PREFIX: Final = struct.Struct("<8sIIQ")
 _MAGIC: Final = b"EXL3SAM\0"
@@ -115,12 +116,12 @@ _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "added_tok
 
 @dataclass(slots=True)
 class AutomatonReport:
-    """Counts of what was written.
+    """Counts of the written data.
 
     Attributes:
         documents: number of documents in the automaton.
-        tokens: their tokens, plus a separator for each.
-        left_out_documents: documents that did not fit.
+        tokens: number of their tokens, plus a separator for each document.
+        left_out_documents: number of documents that did not fit.
         states: number of states.
         edges: number of edges.
         bytes: size of the file.
@@ -168,7 +169,7 @@ def export_exllamav3(  # noqa: PLR0913  (all but the first are given by name)
     max_tokens: int = DEFAULT_MAX_TOKENS,
     overwrite: bool = False,
 ) -> AutomatonReport:
-    """Write documents as a frozen automaton, in order, up to the first that does not fit.
+    """Write documents as a frozen automaton, in order, until one does not fit.
 
     All documents and the automaton are held in memory; see `BYTES_PER_TOKEN`.
 
@@ -177,7 +178,7 @@ def export_exllamav3(  # noqa: PLR0913  (all but the first are given by name)
         output: file to write.
         tokenizer_files: as `tokenizer_digests` returns them.
         vocabulary_size: largest token id plus one.
-        max_tokens: most tokens, separators included; at most `MAX_TOKENS`.
+        max_tokens: most tokens, including separators; at most `MAX_TOKENS`.
         overwrite: whether to replace an existing file.
 
     Raises:
@@ -204,7 +205,7 @@ def export_exllamav3(  # noqa: PLR0913  (all but the first are given by name)
 
 
 def _gathered(documents: Iterable[TokenIds], max_tokens: int, report: AutomatonReport) -> TokenIds:
-    """Return int32[n], documents each followed by a separator."""
+    """Return the documents, int32[n], each followed by a separator."""
     kept: list[TokenIds] = []
     for tokens in documents:
         if report.left_out_documents or report.tokens + len(tokens) + 1 > max_tokens:
@@ -238,7 +239,7 @@ def _sections(
 
 
 def _root_table(automaton: FrozenAutomaton, size: int) -> NDArray[np.int32]:
-    """Return int32[size], the target of each token from the root; -1 if there is none."""
+    """Return the target of each token from the root, int32[size]; -1 for none."""
     end = automaton.offsets[1]
     labels, targets = automaton.labels[:end], automaton.targets[:end]
     table = np.full(size, -1, np.int32)
@@ -278,7 +279,7 @@ def _write(
 
 
 def _places(counts: Sequence[int]) -> tuple[list[int], int]:
-    """Return the byte offsets of arrays of four-byte numbers, and the end of the last one."""
+    """Return the byte offsets of arrays of four-byte numbers, and the end of the last array."""
     places: list[int] = []
     end = 0
     for count in counts:

@@ -24,7 +24,7 @@ class ExportForm(StrEnum):
 
 
 def token_documents(index: Index) -> Iterator[TokenIds]:
-    """Yield int32[n] for each document, in order, with one at a time in memory.
+    """Yield the tokens of each document, int32[n], in order; one document is in memory.
 
     Raises:
         DamagedIndexError: the index lists a document at an impossible place, or holds a token
@@ -51,8 +51,8 @@ def _is_of(tokens: TokenIds, vocabulary_size: int) -> bool:
 def whole_file(path: Path, *, overwrite: bool) -> Iterator[BinaryIO]:
     """Yield a file to write to, and move it to `path` if the block ends without an error.
 
-    Until then it is a hidden sibling, so readers of `path` see the old file or the complete new
-    one.
+    Until then it is a hidden file in the same folder. So readers of `path` see the old file or the
+    complete new file.
 
     Raises:
         ExportError: the path exists, or cannot be written to.

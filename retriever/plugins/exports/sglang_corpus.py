@@ -1,8 +1,8 @@
 """A corpus for SGLang's NGRAM speculator: JSON lines, one string per document.
 
 SGLang reads it with `POST /add_external_corpus` (`corpus_id`, `file_path`) or at its start. It
-takes texts, not tokens. It tokenises each line separately, without special tokens, puts a separator
-between lines, and refuses a file with more tokens than its limit
+takes texts, not tokens. It tokenises each line separately, without special tokens, and puts a
+separator between lines. It refuses a file with more tokens than its limit
 (`--speculative-ngram-external-corpus-max-tokens`).
 
 Source: sglang 0.5.23, `sglang.srt.speculative.cpp_ngram.external_corpus`.
@@ -28,14 +28,15 @@ _BATCH_TOKENS: Final = 1 << 17  # fast to encode, and only half a megabyte
 
 @dataclass(slots=True)
 class CorpusReport:
-    """Counts of what was written.
+    """Counts of the written data.
 
     Attributes:
         documents: number of lines.
-        tokens: tokens as SGLang will count them: of the texts, and of the separators between them.
-        retokenised_documents: documents whose text has other tokens than the index has, because
-            decoding and encoding does not always round-trip.
-        left_out_documents: documents that did not fit.
+        tokens: number of tokens as SGLang will count them: in the texts, and the separators between
+            them.
+        retokenised_documents: number of documents whose text has other tokens than the index,
+            because decoding and encoding does not always round-trip.
+        left_out_documents: number of documents that did not fit.
         bytes: size of the file.
     """
 
@@ -58,7 +59,7 @@ def export_sglang_corpus(
     *,
     overwrite: bool = False,
 ) -> CorpusReport:
-    """Write documents as a corpus, in order, up to the first that does not fit.
+    """Write documents as a corpus, in order, until one does not fit.
 
     Args:
         documents: int32[n] for each document; one batch at a time is in memory.
@@ -105,7 +106,7 @@ def _write(
 
 
 def _batches(documents: Iterable[TokenIds]) -> Iterator[list[TokenIds]]:
-    """Yield documents in batches of some 100,000 tokens: fast to encode, and small in memory."""
+    """Yield documents in batches of some 100,000 tokens, which are fast to encode and small."""
     batch: list[TokenIds] = []
     num_tokens = 0
     for tokens in documents:

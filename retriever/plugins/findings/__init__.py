@@ -1,1 +1,1 @@
-"""Findings of decoders (likely next tokens), kept by tenant and model for later runs."""
+"""Findings of decoders (likely next tokens), stored by tenant and model for later runs."""

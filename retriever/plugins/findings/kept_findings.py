@@ -1,9 +1,9 @@
-"""Findings of decoders, kept by tenant and model: in memory, or in the state directory.
+"""Findings of decoders, stored by tenant and model: in memory, or in the state directory.
 
 Ouroboros (Zhao et al., 2024, arXiv:2402.13720) drafts from phrases that verification discarded.
-Here the results of passes, the likely next tokens of contexts, are kept for later runs and for
-other decoders of the same model. Findings come in pieces of some thousand contexts. A later piece
-replaces what an earlier one says of a context. Pieces are merged when the tenant's limit is
+Here we store the results of passes, the likely next tokens of contexts, for later runs and for
+other decoders of the same model. Findings come in pieces of some thousand contexts. For a context,
+a later piece replaces the findings of an earlier one. Pieces are merged when the tenant's limit is
 reached, not with every piece.
 """
 
@@ -32,19 +32,19 @@ _MOST_PIECES: Final = 256
 """Most pieces of a tenant before they are merged: short runs add small pieces and long lists."""
 
 _KEPT_SHARE: Final = 0.75
-"""Share of the limit that is kept when it is reached. Merging 20 MB takes about 0.1 s, and this way
-it happens once for many pieces."""
+"""Share of the limit that remains after the limit is reached. Merging 20 MB takes about 0.1 s, and
+this way it happens once for many pieces."""
 
 _LOGGER: Final = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Piece:
-    """Findings of one model.
+    """A piece of findings of one model.
 
     Attributes:
         number: number of the piece, increasing within a tenant.
-        time_s: arrival time of the oldest of them, in seconds since 1970.
+        time_s: arrival time of the oldest findings, in seconds since 1970.
         model: fingerprint of the model.
         num_contexts: number of contexts.
         findings: the findings; None if they are only in the log.
@@ -59,7 +59,7 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Shelf:
-    """The pieces of one tenant, the oldest first."""
+    """The pieces of one tenant, oldest first."""
 
     pieces: list[_Piece] = field(default_factory=list)
     charge: Charge | None = None
@@ -73,11 +73,12 @@ class _Shelf:
 class KeptFindings(FindingsKeeper):
     """Findings of decoders, by tenant and model. Thread-safe; calls may wait for a disk.
 
-    With a log, findings are only in the log. Without one, those of the most recent tenants are in
-    memory.
+    With a log, findings are only in the log. Without a log, the findings of the most recent tenants
+    are in memory.
 
     Args:
-        pools: pools of the tenants; they know the log, and which tenants' data is being deleted.
+        pools: pools of the tenants; they have the log, and know which tenants' data is being
+            deleted.
         ledger: the memory ledger.
         limits: returns the limits in force.
         clock: returns seconds since 1970.
@@ -104,7 +105,7 @@ class KeptFindings(FindingsKeeper):
     def share(
         self, tenant: str, model: str, findings: Findings, vocabulary_size: int | None
     ) -> None:
-        """Keep findings; drop the tenant's oldest if its limit is reached.
+        """Store findings; drop the tenant's oldest findings if its limit is reached.
 
         Args:
             tenant: tenant of the decoder.
@@ -114,7 +115,7 @@ class KeptFindings(FindingsKeeper):
 
         Raises:
             InvalidRequestError: the findings are invalid or too many.
-            NotPossibleError: this service keeps no findings.
+            NotPossibleError: this service stores no findings.
             LimitExceededError: there is no room, or the tenant's data is being deleted.
             StorageError: the disk refuses.
         """
@@ -132,16 +133,16 @@ class KeptFindings(FindingsKeeper):
                 self._shrink(tenant, shelf)
 
     def fetch(self, tenant: str, model: str, before: int = 0) -> FoundPage:
-        """Return a page of a tenant's findings for a model, the newest first.
+        """Return a page of a tenant's findings for a model, newest first.
 
         Args:
-            tenant: tenant to read.
+            tenant: tenant whose findings are read.
             model: fingerprint of the model.
             before: `before` of the last page; 0 for the first page.
 
         Raises:
             InvalidRequestError: the fingerprint is invalid.
-            NotPossibleError: this service keeps no findings.
+            NotPossibleError: this service stores no findings.
             LimitExceededError: the tenant's data is being deleted.
         """
         self._check(model)
@@ -166,7 +167,7 @@ class KeptFindings(FindingsKeeper):
             return {name: shelf.num_bytes for name, shelf in held if shelf.pieces}
 
     def on_deleted(self, scope: Scope) -> None:
-        """Drop all findings of the tenant, because those of its sessions are merged.
+        """Drop all findings of the tenant, because findings of different sessions are merged.
 
         The log deletes its copies itself.
         """
@@ -206,7 +207,7 @@ class KeptFindings(FindingsKeeper):
         check_model(model)
         if not self._bound:
             raise NotPossibleError(
-                "recycled logits are not kept here (recycled_bytes is 0): start the service with "
+                "recycled logits are not stored here (recycled_bytes is 0): start the service with "
                 "--recycled-bytes, or the decoder with --recycled-bytes 0"
             )
 
@@ -245,7 +246,7 @@ class KeptFindings(FindingsKeeper):
         return (None if record is None else _decoded(record)) or Findings.none()
 
     def _take_room(self, tenant: str, shelf: _Shelf, num_bytes: int) -> None:
-        """Take memory for findings, unless they go to the log.
+        """Charge memory for findings, unless they go to the log.
 
         Raises:
             LimitExceededError: there is no room for them.
@@ -258,7 +259,7 @@ class KeptFindings(FindingsKeeper):
     def _change(
         self, tenant: str, shelf: _Shelf, pieces: list[_Piece], added: list[_Piece]
     ) -> None:
-        """Set a shelf's pieces, in the log first.
+        """Replace a shelf's pieces, in the log first.
 
         Raises:
             StorageError: the disk refuses; the shelf is unchanged.
@@ -274,7 +275,7 @@ class KeptFindings(FindingsKeeper):
         self._account(shelf, pieces)
 
     def _account(self, shelf: _Shelf, pieces: list[_Piece]) -> None:
-        """Set a shelf's pieces and account for their memory."""
+        """Replace a shelf's pieces, and account for their memory."""
         before, shelf.pieces = shelf.pieces, pieces
         if shelf.charge is not None:
             num_bytes = shelf.num_bytes
@@ -282,14 +283,14 @@ class KeptFindings(FindingsKeeper):
             self.num_bytes += num_bytes - FINDING_BYTES * sum(each.num_contexts for each in before)
 
     def _shrink(self, tenant: str, shelf: _Shelf) -> None:
-        """Merge pieces, keep the latest finding of each context, and drop the oldest of them."""
+        """Merge pieces: the latest findings of each context stay, and the oldest are dropped."""
         began = time.perf_counter()
         joined = [
             piece
             for model in dict.fromkeys(piece.model for piece in shelf.pieces)
             for piece in self._joined(tenant, shelf, model)
         ]
-        joined.sort(key=lambda piece: piece.number)  # the number of their newest context's piece
+        joined.sort(key=lambda piece: piece.number)  # by the piece of their newest context
         while joined and FINDING_BYTES * _contexts_of(joined) > _KEPT_SHARE * self._bound:
             joined.pop(0)
         for piece in joined:

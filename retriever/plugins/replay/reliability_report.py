@@ -20,7 +20,7 @@ BIN_EDGES: Final = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.
 """Start of each bin of the table: finer at the ends, where most nodes are."""
 
 DEPTH_STARTS: Final = (1, 2, 3, 5, 9)
-"""Start of each bucket of depths; the children of the last committed token are at 1."""
+"""Start of each bucket of depths; the children of the last committed token have depth 1."""
 
 _EQUAL_EDGES: Final = np.arange(NUM_EQUAL_BINS) / NUM_EQUAL_BINS
 _CELL_EDGES: Final = np.union1d(_EQUAL_EDGES, BIN_EDGES)
@@ -33,7 +33,7 @@ class Bin:
 
     Attributes:
         start: lowest probability.
-        end: highest probability; it belongs to the next bin, except 1.
+        end: end of the range; this probability belongs to the next bin, except 1.
         nodes: number of nodes.
         probability: mean predicted probability.
         accepted: share of accepted nodes.
@@ -64,7 +64,7 @@ class Group:
 
 
 class Reliability:
-    """Counts drafted nodes and accepted ones by probability, source and depth."""
+    """Counts drafted nodes and accepted nodes by probability, source and depth."""
 
     def __init__(self) -> None:
         # float64[3, cells, sources, depths]: nodes, sums of their probabilities, accepted nodes
@@ -97,9 +97,8 @@ class Reliability:
     def ece(self) -> float:
         """Return the expected calibration error; 0 if nothing was counted.
 
-        That is the absolute difference between mean probability and accepted share, averaged over
-        20 bins of equal width and weighted by their numbers of nodes (Naeini et al. 2015, Guo et
-        al. 2017).
+        It is the mean absolute difference between mean probability and accepted share, over 20 bins
+        of equal width, weighted by their numbers of nodes (Naeini et al. 2015, Guo et al. 2017).
         """
         return _ece(self._sums.sum(axis=(2, 3)))
 

@@ -1,4 +1,4 @@
-"""Replaying recorded outputs through a drafter, without running a model.
+"""Replay of recorded outputs through a drafter, without running a model.
 
 A draft changes no output, so the recording shows what a verifier would have accepted.
 """
@@ -25,14 +25,14 @@ class ReplayReport:
     """Counts of a replay.
 
     Attributes:
-        traces: recorded outputs replayed.
-        steps: decoding steps that a verifier would have made.
-        tokens: committed tokens, including one of the model's own in each step.
-        nodes: drafted nodes.
-        accepted_by_source: accepted draft tokens, by the database that they came from.
+        traces: number of recorded outputs replayed.
+        steps: number of decoding steps that a verifier would have made.
+        tokens: number of committed tokens, including one of the model's own in each step.
+        nodes: number of drafted nodes.
+        accepted_by_source: number of accepted draft tokens from each database.
         draft_us: time of each draft, in microseconds.
         calibration: calibration of the nodes' probabilities; None if not requested.
-        calibrate_after: traces to replay before probabilities are counted.
+        calibrate_after: number of traces to replay before probabilities are counted.
     """
 
     traces: int = 0
@@ -137,12 +137,12 @@ def replay_lanes(
 ) -> ReplayReport:
     """Replay up to `num_lanes` lanes of a group concurrently, step by step.
 
-    The next lane of a group starts when one ends, and the next group when all have ended. A drafter
-    that supports groups gets them.
+    The next lane of a group starts when one ends, and the next group when all lanes have ended. If
+    a drafter supports groups, it is told the group of each sequence.
 
     Args:
-        drafter: drafter whose drafts are counted. The time of a draft is a step's, divided by its
-            sequences.
+        drafter: drafter whose drafts are counted. The time of a draft is a step's time, divided by
+            the number of its sequences.
         groups: lanes of each group.
         budget_nodes: most nodes of each tree.
         num_lanes: most lanes that are replayed concurrently.
@@ -222,7 +222,7 @@ def _step(
 def _going_on(
     drafter: Drafter, group: str, running: _Running, report: ReplayReport
 ) -> list[_Running]:
-    """Return the running trace of a lane after a step: the same one, or the next at its end."""
+    """Return the running trace of a lane after a step: the same trace, or at its end the next."""
     if running.done < len(running.trace.output):
         return [running]
     drafter.close(running.session, running.committed)

@@ -119,7 +119,7 @@ def _allowed(
         else:
             num_others += 1
     if num_others:
-        print(f"left out, for not matching the constraint: {num_others}", file=sys.stderr)
+        print(f"left out, because they do not match the constraint: {num_others}", file=sys.stderr)
 
 
 class _Constrained:
@@ -130,5 +130,5 @@ class _Constrained:
         self.draft, self.close = drafter.draft, drafter.close
 
     def open(self, session: str, prompt: TokenIds, options: SequenceOptions = DEFAULT) -> None:
-        """Begin a sequence; see `Drafter.open`."""
+        """Start a sequence; see `Drafter.open`."""
         self._drafter.open(session, prompt, replace(options, constraint=self._constraint))

@@ -22,8 +22,8 @@ from retriever.predict.generations import Output, Scope, steady_time
 if TYPE_CHECKING:
     from retriever.plugins.replication.redis_streams import StreamEntry, Streams
 
-_AT_ONCE_TOKENS: Final = 1024  # drafts wait: a third of a millisecond
-_BLOCK_MS: Final = 250  # bounds how long a blocked thread takes to stop
+_AT_ONCE_TOKENS: Final = 1024  # drafts wait for this long: a third of a millisecond
+_BLOCK_MS: Final = 250  # bounds the time that a blocked thread takes to stop
 _GATHER_S: Final = 0.01  # records that arrive within this time are learned in one step
 
 
@@ -71,11 +71,11 @@ class RecordLearner:
 
     @property
     def ring_tokens(self) -> int:
-        """Tokens kept for each tenant."""
+        """Most tokens held for each tenant."""
         return self._limits.generations_tokens
 
     def expect(self, num_tokens: Mapping[str, int]) -> None:
-        """Reserve room for this many tokens of each tenant in advance."""
+        """Reserve room in advance for this many tokens of each tenant."""
         for tenant, expected in num_tokens.items():
             self._pools.reserve(tenant, expected, self._lock)
 
@@ -90,7 +90,7 @@ class RecordLearner:
         return None
 
     def learn(self, record: Record) -> None:
-        """Queue a record; it is added soon, at the latest by `flush`."""
+        """Queue a record; it is added soon, or at once by `flush`."""
         # A writer whose clock is ahead must not extend an output's lifetime.
         output = Output(record.tokens, min(record.time_s, self._clock()), record.origin)
         self._waiting.append((record.tenant, output))
@@ -114,7 +114,7 @@ class RecordLearner:
     def delete(self, scope: Scope, time_s: float) -> bool:
         """Delete a scope on behalf of another drafter; return whether it was attempted.
 
-        Nothing is attempted if the tenant has no outputs that old.
+        Nothing is attempted if the tenant has no outputs that are old enough.
 
         Raises:
             StateError: the disk refuses; the data in memory is deleted anyway.
@@ -132,7 +132,7 @@ class RecordLearner:
         return is_there
 
     def note_deletion(self, scope: Scope, time_s: float) -> None:
-        """Do not learn outputs of a scope that ended at or before this time."""
+        """Refuse outputs of a scope that ended at or before this time from now on."""
         self._deletions.add(scope, min(time_s, self._clock()))
 
     def keep_position(self) -> None:
@@ -169,7 +169,7 @@ class Consumer:
         self._surplus = Surplus()
 
     def turn(self) -> bool:
-        """Learn new records, or wait for some.
+        """Learn new records, or wait for new records.
 
         Raises:
             redis.RedisError, OSError: the server refuses, or is down.
@@ -201,8 +201,8 @@ class Consumer:
     def _find_place(self) -> None:
         """Find the position to read from, after a reset of the server or for a new replica.
 
-        Deletions are read from the beginning, because a replica that was down may still publish
-        older outputs.
+        Deletions are read from the start, because a replica that was down may still publish older
+        outputs.
         """
         position = self._position
         if self._has_begun_anew(self._streams.outputs, position.outputs):
@@ -222,7 +222,7 @@ class Consumer:
     def _beginning(self) -> str | None:
         """Return the id after which the outputs fill all tenants' rings.
 
-        None if stopped before it is found.
+        Returns None if stopped before it is found.
         """
         begin = BEGINNING
         held: Counter[str] = Counter()
@@ -271,7 +271,7 @@ class Consumer:
     def _new_records(
         self, entries: "Sequence[StreamEntry]", deleted: list[str]
     ) -> Iterator[Record]:
-        """Yield learnable records, moving the position past them; note deletions."""
+        """Yield learnable records, and move the position past them; record deletions."""
         for entry in entries:
             if self._stopped.is_set():
                 return
@@ -298,7 +298,7 @@ class Consumer:
         return reason
 
     def _decode(self, entry: "StreamEntry", stream: bytes) -> Record | str:
-        """Return the record of an entry, or the reason why it has none."""
+        """Return the record of an entry, or the reason why it has no record."""
         if entry.data is None:
             return "foreign"
         try:

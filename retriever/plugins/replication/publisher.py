@@ -28,7 +28,7 @@ _NO_TOKENS: Final = np.empty(0, np.int32)
 
 
 class Batch(NamedTuple):
-    """The next records to publish: deletions first, since no queued output is older."""
+    """The next records to publish: deletions first, because no queued output is older."""
 
     deletions: dict[Scope, float]
     outputs: list[Record]
@@ -41,7 +41,7 @@ class Outbox:
         position: identity of the replica; stores unsent deletions.
         deletions: deletions of outputs that must not be published.
         max_tokens: most tokens of queued outputs; beyond it, the oldest are dropped.
-        counts: updated.
+        counts: counts to update.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Publisher:
         streams: streams to append to.
         outbox: queue to read from.
         position: identity of the replica.
-        counts: updated.
+        counts: counts to update.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Two streams on a Redis server for each vocabulary: outputs and deletions.
 
-Keys are `foredraft:{FINGERPRINT}:outputs` and `foredraft:{FINGERPRINT}:deletions`; every entry has
-one field, `r`, with a record. The braces keep both on the same node of a cluster.
+Keys are `foredraft:{FINGERPRINT}:outputs` and `foredraft:{FINGERPRINT}:deletions`. Every entry has
+one field, `r`, with a record. The braces make a cluster store both keys on the same node.
 """
 
 import os
@@ -54,7 +54,7 @@ end
 
 
 class StreamEntry(NamedTuple):
-    """An entry of a stream: its id, and its record, None if there is none."""
+    """An entry of a stream: its id and its record; None if it has no record."""
 
     entry_id: str
     data: bytes | None
@@ -72,7 +72,7 @@ class Streams:
         deletions: key of the stream of deletions.
 
     Raises:
-        ReplicationError: the URL is not that of a Redis server.
+        ReplicationError: the URL is not one of a Redis server.
     """
 
     def __init__(self, options: ReplicationOptions, fingerprint: str) -> None:
@@ -96,7 +96,7 @@ class Streams:
     def read(
         self, outputs: str, deletions: str, block_ms: int
     ) -> tuple[list[StreamEntry], list[StreamEntry]]:
-        """Return entries after these ids, outputs and deletions; waits for some."""
+        """Return the outputs and deletions after these ids; wait if there are none yet."""
         offsets = {self.deletions: deletions, self.outputs: outputs}
         answer = self._redis.xread(offsets, count=PAGE, block=block_ms)
         found: dict[bytes, list[StreamEntry]] = {key: _entries(page) for key, page in answer or ()}
@@ -117,7 +117,7 @@ class Streams:
             oldest = f"({page[-1].entry_id}"
 
     def last_id(self, stream: bytes) -> str | None:
-        """Return the highest id that a stream ever had; None if it has none."""
+        """Return the highest id that a stream ever had; None if it never had any."""
         try:
             return str(self._redis.xinfo_stream(stream)["last-generated-id"].decode())
         except redis.ResponseError as error:
@@ -126,7 +126,7 @@ class Streams:
             raise
 
     def remove_outputs(self, entry_ids: Sequence[str]) -> None:
-        """Remove entries, also from the server's memory."""
+        """Remove entries, and free their memory on the server."""
         if entry_ids and self._redis.xdel(self.outputs, *entry_ids):
             self._redis.eval(_COPY, 2, self.outputs, self.outputs + b":copy")
 
@@ -136,7 +136,7 @@ class Streams:
             self._redis.xdel(self.deletions, *entry_ids)
 
     def close(self) -> None:
-        """Close the connections, which ends waits of other threads."""
+        """Close the connections; this ends the waits of other threads."""
         self._pool.disconnect()
 
 

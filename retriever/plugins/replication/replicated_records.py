@@ -72,7 +72,7 @@ class Record:
 
     @property
     def scope(self) -> Scope:
-        """The scope that deletes it; for a deletion, the deleted scope."""
+        """The scope whose deletion covers the output; for a deletion, the deleted scope."""
         return Scope(self.tenant, self.origin)
 
 

@@ -14,10 +14,10 @@ BEGINNING: Final = "0-0"
 """The offset before all entries of a stream."""
 
 MAX_TENANT_DELETIONS: Final = 1 << 12
-"""Most deletions of sessions kept for a tenant; the oldest are dropped."""
+"""Most deletions of sessions stored for a tenant; the oldest are dropped."""
 
 MAX_DELETIONS: Final = 1 << 20
-"""Most deletions of all tenants; beyond it, the tenant with the most loses its oldest."""
+"""Most deletions of all tenants; beyond it, the tenant with the most deletions loses its oldest."""
 
 SKIPPED: Final = (
     "own",
@@ -42,19 +42,19 @@ class ReplicationCounts:
     """Counts since the start; `connected`, `queued` and `unsent_deletions` are current values.
 
     Attributes:
-        published: records that the server accepted.
-        dropped: records that were dropped because the queue was full.
-        learned: records of other drafters that were kept.
-        learned_tokens: tokens in them.
-        deletions: deletions of tenants and sessions on behalf of other drafters.
-        skipped: records that were not kept, by reason: `own`, `repeated`, `deleted` (after they
-            were made), `expired`, `no-room` (beyond `max_tenants`, without a state directory),
-            `damaged`, `newer` (of a later version), `oversized`, `foreign` (not ours), `vocabulary`
-            (ids outside of it).
-        failures: failed calls to the server.
+        published: number of records that the server accepted.
+        dropped: number of records that were dropped because the queue was full.
+        learned: number of records of other drafters that were added here.
+        learned_tokens: number of tokens in these records.
+        deletions: number of tenants and sessions deleted on behalf of other drafters.
+        skipped: number of records that were not added, by reason: `own`, `repeated`, `deleted`
+            (after they were made), `expired`, `no-room` (beyond `max_tenants`, without a state
+            directory), `damaged`, `newer` (of a later version), `oversized`, `foreign` (not ours),
+            `vocabulary` (with ids outside it).
+        failures: number of failed calls to the server.
         connected: whether the last call was answered.
-        queued: records waiting to be published.
-        unsent_deletions: deletions waiting to be published.
+        queued: number of records waiting to be published.
+        unsent_deletions: number of deletions waiting to be published.
     """
 
     published: int = 0
@@ -87,7 +87,7 @@ class Deletions:
     def add(self, scope: Scope, time_s: float) -> None:
         """Record that outputs up to this time, in seconds since 1970, are deleted.
 
-        A tenant that deletes many sessions pushes out only its own deletions.
+        A tenant that deletes many sessions displaces only its own deletions.
         """
         if not scope.origin:
             self._tenants[scope.tenant] = max(time_s, self._tenants.get(scope.tenant, time_s))
@@ -113,7 +113,7 @@ class Deletions:
 
 
 class Surplus:
-    """Finds entries of a stream of deletions beyond a tenant's share."""
+    """Finds entries of a stream of deletions that exceed a tenant's share."""
 
     def __init__(self) -> None:
         self._entries: dict[str, deque[str]] = {}
@@ -131,10 +131,10 @@ class Position:
 
     Attributes:
         replica: identity of the drafter.
-        epoch: number of the process, greater than all earlier ones; the upper half of its records'
-            numbers.
+        epoch: number of the process, greater than the numbers of all earlier processes; it is the
+            upper half of its records' numbers.
         outputs: id of the last entry read from the stream of outputs; None before the first.
-        deletions: the same for the stream of deletions.
+        deletions: id of the last entry read from the stream of deletions; None before the first.
         numbers: highest number read from each other drafter.
         unsent: times of unpublished deletions.
     """
@@ -148,7 +148,7 @@ class Position:
 
     @classmethod
     def resume(cls, kept: bytes | None) -> Self:
-        """Return the position for a new process, from stored bytes or a fresh one."""
+        """Return the position for a new process, from stored bytes, or a fresh position."""
         position = cls()
         if kept is not None:
             try:
@@ -176,7 +176,7 @@ class Position:
 
     @property
     def first_number(self) -> int:
-        """First record number of this process, above those of all earlier ones."""
+        """First record number of this process; all earlier processes had lower numbers."""
         return self.epoch << _EPOCH_BITS
 
     def is_new(self, replica: bytes, number: int) -> bool:

@@ -20,12 +20,12 @@ _logger = logging.getLogger(__name__)
 
 
 class Attempts:
-    """Outcomes of a thread's calls to the server: counts, logs and back-off.
+    """Outcomes of a thread's calls to the server: counts, log messages and back-off.
 
     Args:
         doing: what the thread does, for the log.
         max_backoff_s: longest pause before the next attempt, in seconds.
-        counts: updated.
+        counts: counts to update.
         stopped: set to stop retries.
     """
 
@@ -64,7 +64,7 @@ class Threads:
         outbox: queue to publish.
         learner: receives records.
         position: position in the streams.
-        counts: updated.
+        counts: counts to update.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917  (what the threads are made of)
@@ -90,7 +90,7 @@ class Threads:
         ]
 
     def stop(self) -> None:
-        """Stop both, even during a wait."""
+        """Stop both threads, even during a wait."""
         self._stopped.set()
         self._outbox.wake()
         self._streams.close()

@@ -69,12 +69,12 @@ class Replication(DrafterPlugin):
         )
 
     def on_remembered(self, entry: Entry) -> None:
-        """Queue a remembered output, to be published once it is stored; takes a microsecond."""
+        """Queue a remembered output; it is published once it is stored. Takes a microsecond."""
         self._held.append(entry)
 
     @contextmanager
     def storing(self) -> Iterator[None]:
-        """Publish the outputs held before the block after it, since the block stores them."""
+        """Publish the outputs that are held now after the block, because the block stores them."""
         held: list[Entry] = []
         with suppress(IndexError):
             while True:

@@ -1,7 +1,7 @@
 """The status page of a service, for its administrators.
 
-It has no scripts, no forms and no external resources; changes over time are left to Prometheus. It
-names tenants, but never sessions or tokens. The library that writes the elements escapes all
+It has no scripts, no forms and no external resources. Changes over time are left to Prometheus. The
+page names tenants, but never sessions or tokens. The library that writes the elements escapes all
 values.
 """
 
@@ -208,7 +208,7 @@ def _say_none(body: Element) -> None:
 
 
 def _label_cells(body: Element) -> None:
-    """Add the column title to each cell, for narrow windows to show next to it."""
+    """Add the column title to each cell; narrow windows show it next to the cell."""
     for table in body.iter("table"):
         titles = [each.text or "" for each in table.iter("th")]
         for row in table.findall("tbody/tr"):
@@ -217,7 +217,7 @@ def _label_cells(body: Element) -> None:
 
 
 def _tenants(census: Census) -> str:
-    """Return the number of tenants with sessions; pools in memory also include tenants without."""
+    """Return the number of tenants with sessions; pools in memory include other tenants, too."""
     return _counted(len(census.sessions), "tenant")
 
 

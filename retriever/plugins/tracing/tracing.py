@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def tracing_of(ratio: float, endpoint: str | None) -> Tracing | None:
     """Return a tracer for a share of calls and steps; None for a share of 0.
 
-    Spans are sent by OTLP over gRPC, from a separate thread; spans that cannot be sent are dropped.
+    A separate thread sends spans by OTLP over gRPC; spans that cannot be sent are dropped.
 
     Raises:
         SettingsError: tracing is on and its library is missing.

@@ -1,1 +1,1 @@
-"""What a grammar forces: drafts that are nearly certain."""
+"""Drafts of text that a grammar forces; such drafts are nearly certain."""

@@ -1,11 +1,12 @@
-"""Drafts of what a grammar forces: a database of one sequence that is nearly certain.
+"""Drafts of forced text: a database of a single sequence that is nearly certain.
 
-Nodes that the grammar forbids leave a retrieved tree, and forced strings (`forced_strings`) are
-drafted at the root and behind the likeliest leaves. They are cut as the model's own tokenizer cuts
-them; only the last token of one may be cut otherwise, because the text behind it is unknown.
+We remove from a retrieved tree the nodes that the grammar forbids. We add forced strings
+(`forced_strings`) at the root and after the likeliest leaves. The model's own tokenizer splits
+these strings into tokens. Only the last token of a string may be split wrongly, because the text
+after it is unknown.
 
-No tree changes an output: the target chooses among the tokens that the grammar allows, whatever is
-drafted.
+Trees never change an output: whatever is drafted, the target model chooses among the tokens that
+the grammar allows.
 """
 
 from collections.abc import Sequence
@@ -26,33 +27,33 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _RECENT: Final = 6
-"""Tokens before a forced string that tell how its beginning is cut."""
+"""Number of tokens before a forced string that affect how the start of the string is tokenized."""
 
 _MOST_LEAVES: Final = 2
-"""Leaves of a tree behind which forced strings are looked for."""
+"""Most leaves of a tree after which we look for forced strings."""
 
 _LEAST_LEAF: Final = 0.05
-"""Probability of such a leaf."""
+"""Least probability of such a leaf."""
 
 _MOST_CUTS: Final = 1024
-"""Strings whose tokens are kept for a tenant: less than half a megabyte."""
+"""Most tokenized strings stored per tenant: less than half a megabyte."""
 
 _REFUSED: Final = bytes([1]) * 1024
-"""As many forbidden nodes as a tree may have."""
+"""Marks of forbidden nodes; a tree has at most this many."""
 
 _MOST_IDLE: Final = 16
-"""Matchers that are kept for outputs of a grammar to come."""
+"""Most idle matchers stored for future outputs of a grammar."""
 
 
 class Matchers:
-    """A grammar's states before an output, over the model's tokens and over single bytes.
+    """A grammar's initial states, over the model's tokens and over single bytes.
 
-    Matchers work out their automaton as they go: a mask of bytes takes 72 us where it is new, and
-    6 us where it was seen. So those of outputs that ended are reset and lent again.
+    A matcher builds its automaton as it runs: the mask of a new state over bytes takes 72 us, that
+    of a known state 6 us. So we reset and reuse the matchers of finished outputs.
 
     Args:
-        tokens: over the model's tokens; it is not changed.
-        letters: over single bytes; it is not changed.
+        tokens: matcher over the model's tokens; it is not changed.
+        letters: matcher over single bytes; it is not changed.
     """
 
     def __init__(self, tokens: "LLMatcher", letters: "LLMatcher") -> None:
@@ -60,7 +61,7 @@ class Matchers:
         self._idle: list[tuple[LLMatcher, LLMatcher]] = []
 
     def lend(self) -> "tuple[LLMatcher, LLMatcher]":
-        """Return both for one output."""
+        """Return the two matchers for one output."""
         try:
             return self._idle.pop()
         except IndexError:
@@ -68,7 +69,7 @@ class Matchers:
             return tokens.deep_copy(), letters.deep_copy()
 
     def take_back(self, tokens: "LLMatcher", letters: "LLMatcher") -> None:
-        """Keep both for another output, unless they met a limit of the library."""
+        """Store both matchers for another output, unless they hit a limit of the library."""
         if len(self._idle) < _MOST_IDLE and not (tokens.is_error() or letters.is_error()):
             tokens.reset()
             letters.reset()
@@ -77,14 +78,14 @@ class Matchers:
 
 _GUESSED: Final = 1
 _LAST: Final = 2
-"""Kinds of forced tokens are sums of these: how likely one is depends on where it stands."""
+"""The kind of a forced token is a sum of these flags; its probability depends on its kind."""
 
 _FIRST_TRUST: Final = ((9.7, 0.3), (8.0, 2.0), (6.0, 4.0), (5.0, 5.0))
-"""By kind, before anything is known: as counts, of tokens that came and that did not."""
+"""Initial counts by kind: tokens that came true, and tokens that did not."""
 
 
 class _Cut(NamedTuple):
-    """The tokens of a string, their kinds, and the one at which a way was taken, -1 if none was."""
+    """A string's tokens, their kinds, and the index of the token with the choice (-1: none)."""
 
     tokens: list[int]
     kinds: list[int]
@@ -93,13 +94,13 @@ class _Cut(NamedTuple):
 
 @dataclass(slots=True)
 class Learned:
-    """What outputs of a grammar taught about drafts of those to come.
+    """What was learned from earlier outputs of a grammar, for future drafts.
 
     Attributes:
-        habits: how they were written.
-        cuts: tokens of forced strings, by the tokens before and the string, as cutting takes time.
-        trust: by kind, how often forced tokens came, and how often they did not.
-        forbidden: share of drafted nodes that the grammar forbade lately.
+        habits: the style of the outputs.
+        cuts: tokens of forced strings, by the string and the tokens before; tokenizing takes time.
+        trust: for each kind, how often forced tokens came true, and how often they did not.
+        forbidden: recent share of drafted nodes that the grammar forbade.
     """
 
     habits: Habits = field(default_factory=Habits)
@@ -108,17 +109,17 @@ class Learned:
     forbidden: float = 0.5
 
     def probabilities(self) -> list[float]:
-        """Return by kind how likely a forced token is, given those before it."""
+        """Return for each kind how likely a forced token is, given that those before it came."""
         return [came / (came + missed) for came, missed in self.trust]
 
     def count(self, kind: int, *, came: bool) -> None:
-        """Learn whether a token came; old counts fade, as one output is spaced unlike another."""
+        """Count whether a token came true; old counts decay, because outputs differ in spacing."""
         before, missed = self.trust[kind]
         self.trust[kind] = before * 0.95 + came, missed * 0.95 + (not came)
 
 
 class _String(NamedTuple):
-    """A string in a draft: the node behind which it stands, the tokens down to it, and its own."""
+    """A drafted string: the node before it, the path to that node, and its own tokens."""
 
     node: int
     path: tuple[int, ...]
@@ -127,13 +128,13 @@ class _String(NamedTuple):
 
 
 class ForcedDrafts:
-    """What a grammar forces in one sequence.
+    """Drafts of the text that a grammar forces in one sequence.
 
     Args:
-        matchers: of the grammar.
-        tokenizer: of the model.
+        matchers: matchers of the grammar.
+        tokenizer: the model's tokenizer.
         stop_ids: tokens that end the output.
-        learned: shared by the outputs of a grammar.
+        learned: statistics shared by all outputs of a grammar.
     """
 
     def __init__(
@@ -152,22 +153,22 @@ class ForcedDrafts:
         self._begin()
 
     def nodes_to_ask(self, max_nodes: int) -> int:
-        """Return how many nodes to have drafted, so that about `max_nodes` are allowed."""
+        """Return how many nodes to request, so that the grammar allows about `max_nodes`."""
         return max_nodes + int(max_nodes * self._learned.forbidden)
 
     def improved(self, tree: DraftTree, generated: TokenIds, max_nodes: int) -> DraftTree:
-        """Return a tree without what the grammar forbids, and with what it forces.
+        """Return the tree without forbidden nodes and with the forced strings added.
 
-        It learns from the tokens that came since the draft before.
+        This also learns from the tokens that were committed since the previous draft.
 
         Args:
-            tree: that was drafted, which may hold more than `max_nodes`.
+            tree: the drafted tree; it may have more than `max_nodes` nodes.
             generated: int32[n], the output so far.
             max_nodes: most nodes of the result.
         """
         self._follow(generated)
         if self._tokens.is_error() or not self._strings.is_known:
-            return tree.prefix(max_nodes)  # a limit of the library: nothing is known
+            return tree.prefix(max_nodes)  # the library hit a limit: its state is not valid
         if self._tokens.is_stopped():
             return DraftTree.empty()
         if not self._draft(ROOT, (), b"", self._strings.next()):
@@ -179,7 +180,7 @@ class ForcedDrafts:
         return self._merged(tree, forbidden, max_nodes)
 
     def _learn(self, came: Sequence[int]) -> None:
-        """Learn from the tokens that were committed since the last draft."""
+        """Learn from the tokens that were committed since the previous draft."""
         learned = self._learned
         for _, path, (tokens, kinds, chosen_at), way in self._drafted:
             if path and tuple(came[: len(path)]) != path:
@@ -200,7 +201,7 @@ class ForcedDrafts:
         self._num_known = 0
 
     def _follow(self, generated: TokenIds) -> None:
-        """Bring the states to the end of the output."""
+        """Advance the matchers to the end of the output."""
         known = self._num_known
         before = generated[max(known - _RECENT, 0) : known].tolist()
         if known > len(generated) or before != self._recent:
@@ -222,7 +223,7 @@ class ForcedDrafts:
     def _forbidden(self, tree: DraftTree) -> NDArray[np.int32]:
         """Return int32[n], 1 for the nodes that the grammar forbids.
 
-        What is forced behind some leaves is drafted on the way.
+        On the way, this also drafts the strings that are forced after some leaves.
         """
         size = len(tree)
         order, paths = np.empty(size, np.int32), np.empty((2, size + 1), np.int32)
@@ -233,7 +234,7 @@ class ForcedDrafts:
         refused, path, cut = bytearray(size), list[int](), size
         leaves: list[tuple[int, list[int]]] = []
         for begin, end, depth in zip(begins, begins[1:], depths, strict=False):
-            if depth > cut:  # behind a node that is forbidden
+            if depth > cut:  # after a forbidden node
                 refused[begin:end] = _REFUSED[: end - begin]
                 continue
             path[depth:] = tokens[begin:end]
@@ -256,14 +257,14 @@ class ForcedDrafts:
         return forbidden
 
     def _draft_behind(self, tree: DraftTree, leaves: list[tuple[int, list[int]]]) -> None:
-        """Draft what is forced behind the likeliest leaves, nodes with the tokens down to them."""
+        """Draft what is forced after the likeliest leaves; each comes with the path to it."""
         for node, path in sorted(leaves)[:_MOST_LEAVES]:
             if tree.probabilities[node] >= _LEAST_LEAF and path[-1] not in self._stop_ids:
                 text = self._tokenizer.decode_bytes(path)
                 self._draft(node, tuple(path), text, self._strings.behind(text))
 
     def _may_end(self, path: list[int]) -> bool:
-        """Return whether the output may end behind some tokens, which are allowed."""
+        """Return whether the output may end after some allowed tokens."""
         if not path:
             return bool(self._tokens.is_accepting())
         self._tokens.consume_tokens(path)
@@ -274,16 +275,16 @@ class ForcedDrafts:
     def _draft(
         self, node: int, path: tuple[int, ...], text: bytes, strings: Sequence[Forced]
     ) -> bool:
-        """Draft strings behind a node, as the tokenizer cuts them.
+        """Draft strings after a node, split into tokens by the tokenizer.
 
         Args:
-            node: of the tree, or `ROOT`.
-            path: tokens down to it.
-            text: of the path.
-            strings: that are forced there.
+            node: a node of the tree, or `ROOT`.
+            path: tokens on the path to the node.
+            text: bytes of the path.
+            strings: strings that are forced there.
 
         Returns:
-            Whether the grammar allows all of them; those that it forbids are left out.
+            Whether the grammar allows all strings; forbidden strings are omitted.
         """
         are_allowed = True
         if not strings:
@@ -291,7 +292,7 @@ class ForcedDrafts:
         behind_word = (text or self._strings.place.tail)[-1:].isalnum()
         recent = (*self._recent, *path)[-_RECENT:]
         for string in strings:
-            # Tokenizers divide words from marks: which word stands before a mark does not matter.
+            # Tokenizers split words from punctuation: the word before a mark does not matter.
             before = () if behind_word and string.text[:1] in MARKS else recent
             cut = self._cut(before, recent, string)
             whole = [*path, *cut.tokens]
@@ -303,7 +304,7 @@ class ForcedDrafts:
         return are_allowed
 
     def _cut(self, key: tuple[int, ...], recent: tuple[int, ...], string: Forced) -> _Cut:
-        """Return the tokens of a string behind others; by itself where it would cut those again."""
+        """Return the string's tokens after `recent`, or alone if they do not fit together."""
         cuts, whole = self._learned.cuts, (key, *string[:3], string.chosen_from)
         found = cuts.get(whole)
         if found is None:
@@ -335,7 +336,7 @@ class ForcedDrafts:
         return list(tokenizer.tokenize_bytes(text))
 
     def _merged(self, tree: DraftTree, forbidden: NDArray[np.int32], max_nodes: int) -> DraftTree:
-        """Return the allowed nodes of a tree with the drafted strings, at most so many."""
+        """Return at most `max_nodes` nodes: the tree's allowed nodes and the drafted strings."""
         probabilities = self._learned.probabilities()
         tokens, shares, strings = list[int](), list[float](), list[tuple[int, int, int]]()
         for node, _, (own, kinds, chosen_at), way in self._drafted:

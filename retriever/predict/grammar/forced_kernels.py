@@ -1,4 +1,4 @@
-"""Compiled loops of forced drafts: the order in which a grammar reads a tree, and its merge."""
+"""Compiled loops of forced drafts: ordering a tree for the grammar check, and merging strings."""
 
 from functools import cache
 from typing import Final
@@ -10,26 +10,26 @@ from retriever.kernels.compiling import kernel
 from retriever.tree import ROOT
 
 MOST_FORBIDDEN: Final = np.float32(0.9)
-"""Of a node's children: estimates of those that are allowed rise tenfold at most."""
+"""Most share of forbidden children that is reassigned: the others grow tenfold at most."""
 
 
 @kernel()
 def order_paths(
     parents: NDArray[np.int32], order: NDArray[np.int32], paths: NDArray[np.int32]
 ) -> int:
-    """Order a tree by depth first, and divide it: each path begins behind a node of an earlier one.
+    """Order a tree depth first, and split it into paths; each path starts at a branch.
 
     Args:
-        parents: int32[n], of which each stands before its children.
-        order: int32[n], filled: the nodes, each followed by its first child.
-        paths: int32[2, n + 1], filled: where each path begins in `order`, and the depth of its
-            first node, 0 for children of the root. `paths[0]` has the end of the last, too.
+        parents: int32[n], the parent of each node; a parent comes before its children.
+        order: int32[n], output: the nodes; each node is followed by its first child.
+        paths: int32[2, n + 1], output: where each path starts in `order`, and the depth of its
+            first node (0 for children of the root). `paths[0]` also holds the end of the last path.
 
     Returns:
-        The number of paths, which is that of leaves.
+        The number of paths, equal to the number of leaves.
     """
     size = len(parents)
-    child, sibling = paths[0], paths[1]  # until they are filled, the first child, the next sibling
+    child, sibling = paths[0], paths[1]  # scratch space for first children and next siblings
     newest = np.int64(-1)
     for node in range(size):
         child[node] = -1
@@ -55,7 +55,7 @@ def order_paths(
 
 @kernel()
 def _divide(parents: NDArray[np.int32], order: NDArray[np.int32], paths: NDArray[np.int32]) -> int:
-    """Fill in the paths of nodes in order."""
+    """Fill in the paths of the ordered nodes."""
     count, depth = np.int64(0), np.int64(0)
     for place in range(len(order)):
         parent = parents[order[place]]
@@ -86,25 +86,27 @@ def merge_forced(  # noqa: C901, PLR0913, PLR0917  (a kernel takes plain arrays)
     made_shares: NDArray[np.float32],
     made_sources: NDArray[np.uint8],
 ) -> int:
-    """Add strings to a tree without its forbidden nodes, and fill in the likeliest nodes.
+    """Add strings to a tree without its forbidden nodes, and fill in the nodes by probability.
 
-    Next to a forced token its siblings are nearly impossible; but ways of a choice share what the
-    drafted siblings leave. The share of forbidden siblings goes to the allowed ones.
+    A forced token leaves its siblings almost no probability. The alternatives of a choice, however,
+    share the probability that the drafted siblings leave. Allowed siblings get the share of
+    forbidden siblings.
 
     Args:
-        nodes: int32[4, m], of which the first n are the tree's: tokens, parents, 1 for forbidden
-            nodes; and room for places. m is n and the length of all strings.
-        shares: float32[2, m], of which the first n are probabilities; and room for estimates.
-        sources: uint8[m], of which the first n are the tree's.
+        nodes: int32[4, m]. The first n columns hold the tree: tokens, parents, and 1 for forbidden
+            nodes. The fourth row is scratch space. m is n plus the length of all strings.
+        shares: float32[2, m]. The first n values are the tree's probabilities; the second row is
+            scratch space.
+        sources: uint8[m]; the first n are the tree's sources.
         size: n.
-        strings: int32[k, 3]: the node or `ROOT` behind which each string stands, where it ends in
-            `tokens`, and at which of its tokens a choice is made, -1 for none.
-        tokens: int32[t], of all strings.
-        probabilities: float32[t], of each token if those before it came.
-        source: of nodes that are added.
-        made: int32[2, m], filled: tokens and parents of the new tree.
-        made_shares: float32[m], filled: its probabilities.
-        made_sources: uint8[m], filled: its sources.
+        strings: int32[k, 3], for each string: the node before it or `ROOT`, the index in `tokens`
+            where it ends, and which of its tokens is a choice (-1: none).
+        tokens: int32[t], the tokens of all strings.
+        probabilities: float32[t], of each token, given that the tokens before it came.
+        source: source of the added nodes.
+        made: int32[2, m], output: tokens and parents of the new tree.
+        made_shares: float32[m], output: its probabilities.
+        made_sources: uint8[m], output: its sources.
 
     Returns:
         The number of nodes of the new tree.
@@ -140,7 +142,7 @@ def merge_forced(  # noqa: C901, PLR0913, PLR0917  (a kernel takes plain arrays)
             node = known
         begin = np.int64(strings[string, 1])
     count = _ordered(parents, forbidden, found, order, int(total))
-    places = forbidden  # no longer needed
+    places = forbidden  # `forbidden` is no longer needed
     for place in range(count):
         node = np.int64(order[place])
         places[node] = place
@@ -158,7 +160,7 @@ def _divide_shares(
     found: NDArray[np.float32],
     size: int,
 ) -> None:
-    """Turn probabilities into those behind the parent, among the children that are allowed."""
+    """Turn path probabilities into probabilities given the parent, among allowed children."""
     for node in range(size):
         before = np.float32(1.0) if parents[node] == ROOT else given[parents[node]]
         found[node] = min(given[node] / max(before, np.float32(1e-9)), np.float32(1.0))
@@ -180,7 +182,7 @@ def _ordered(
     order: NDArray[np.int32],
     total: int,
 ) -> int:
-    """Order allowed nodes by their probability, now that of the whole path, parents first."""
+    """Compute path probabilities of the allowed nodes, and order the nodes by them."""
     count = np.int64(0)
     for node in range(total):
         if forbidden[node]:
@@ -198,7 +200,7 @@ def _ordered(
 
 @cache
 def warm() -> None:
-    """Compile what is above, or load it: a draft would wait for it, two seconds at worst."""
+    """Compile or load these kernels now, so that no draft waits for it: two seconds at worst."""
     one, share = np.zeros((5, 2), np.int32), np.zeros((3, 2), np.float32)
     tokens, source = np.zeros(1, np.int32), np.zeros(2, np.uint8)
     order_paths(np.full(1, ROOT, np.int32), one[0, :1], np.zeros((2, 2), np.int32))

@@ -1,9 +1,10 @@
-"""Strings that a grammar forces at a place of an output, as bytes.
+"""Byte strings that a grammar forces at a given point of the output.
 
-Under flexible whitespace a grammar forces little by itself. So where only one byte may follow apart
-from whitespace, that byte is taken, behind the whitespace that this output, or the last one, had in
-such a place. Where a few ways are open (an enumeration, a key that may be left out, the end of a
-string or number), each is followed, with the share that it had before.
+A grammar that allows flexible whitespace forces few bytes on its own. So where only one byte other
+than whitespace may follow, we take that byte. We put before it the whitespace that this output, or
+the previous output, had in such a place. Where a few alternatives are possible, we follow each one
+and weight it by its share so far. Examples are an enumeration, an optional key, and the end of a
+string or number.
 """
 
 import re
@@ -16,37 +17,37 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MOST_BYTES: Final = 96
-"""Of a forced string: more than a pass verifies."""
+"""Longest forced string, in bytes. One pass does not verify more."""
 
 _MOST_WAYS: Final = 4
-"""Of a choice that is drafted: enumerations, booleans, and keys that may be left out."""
+"""Most alternatives of a drafted choice: enumerations, booleans and optional keys."""
 
 _MOST_ENDS: Final = 2
-"""Marks that may end a number or a word, if they are drafted."""
+"""Most end marks for which the end of a number or word is drafted."""
 
 _CONTEXT_BYTES: Final = 24
-"""Before a choice, by which it is known again: some of a key, and marks."""
+"""Bytes before a choice that identify it: part of a key, and punctuation."""
 
 _MOST_KEPT: Final = 1024
-"""Contexts of choices that are kept for a tenant, and places: less than half a megabyte each."""
+"""Most contexts of choices, and most places, stored per tenant: under half a megabyte each."""
 
 _OPENING: Final = b"{[,"
-"""Behind which an element begins."""
+"""Bytes after which an element starts."""
 
 _WHITESPACE: Final = b" \t\n\r"
 _QUOTE: Final = ord('"')
 _COLON: Final = ord(":")
 _END: Final = 256
-"""The end of the output, in a vocabulary of bytes."""
+"""The token for the end of the output in the byte vocabulary."""
 
 MARKS: Final = b"\"!#$%&'()*,/:;<=>?@[\\]^`{|}~"
-"""What may stand behind a number or a word, but is part of neither."""
+"""Bytes that may follow a number or a word, but are part of neither."""
 
 _SPECIAL: Final = re.compile(rb'["\\]')
 
 
 class _Bytes:
-    """A vocabulary of single bytes, as llguidance takes one."""
+    """A vocabulary of single bytes, in the form that llguidance takes."""
 
     eos_token_id = _END
     bos_token_id = None
@@ -59,7 +60,7 @@ class _Bytes:
 
 @lru_cache(1)
 def byte_tokenizer() -> "LLTokenizer":
-    """Return the tokenizer of single bytes."""
+    """Return the tokenizer whose tokens are single bytes."""
     from llguidance import LLTokenizer, TokenizerWrapper  # noqa: PLC0415  (an optional extra)
 
     return LLTokenizer(TokenizerWrapper(_Bytes()))
@@ -67,14 +68,14 @@ def byte_tokenizer() -> "LLTokenizer":
 
 @dataclass(slots=True)
 class Habits:
-    """How outputs of a grammar were written: their whitespace, and which ways they went.
+    """The style of a grammar's outputs: their whitespace, and the alternatives they chose.
 
     Attributes:
-        spaces: whitespace by the byte before, the byte after, and the depth of brackets; and by the
-            bytes alone, at the depth -1.
-        indent: of a level, where elements stand in lines of their own; else empty.
-        choices: which ways were gone, by the bytes before.
-        found: what was forced at places that outputs came to, with this whitespace.
+        spaces: whitespace, by the byte before, the byte after and the bracket depth. Depth -1 holds
+            the whitespace for the two bytes at any depth.
+        indent: whitespace of one indentation level if each element has its own line; else empty.
+        choices: how often each alternative was chosen, by the bytes before the choice.
+        found: the forced strings found at places that outputs reached, given this whitespace.
     """
 
     spaces: dict[tuple[int, int, int], bytes] = field(default_factory=dict)
@@ -83,7 +84,7 @@ class Habits:
     found: dict[tuple[object, ...], "_Found"] = field(default_factory=dict)
 
     def between(self, before: int, after: int, depth: int) -> bytes:
-        """Return the whitespace that is to be expected between two bytes."""
+        """Return the whitespace that is expected between two bytes."""
         kind = _class_of(after)
         found = self.spaces.get((before, kind, depth))
         if found is None and self.indent and (before in _OPENING or after in b"}]"):
@@ -93,7 +94,7 @@ class Habits:
         return (b" " if before in b",:" else b"") if found is None else found
 
     def learn_space(self, before: int, after: int, depth: int, whitespace: bytes) -> None:
-        """Note whitespace that came."""
+        """Record the whitespace that an output had."""
         if self.between(before, after, depth) != whitespace:
             self.found.clear()
         kind = _class_of(after)
@@ -103,20 +104,20 @@ class Habits:
             self.indent = inner[: len(inner) // max(depth, 1)] if inner != whitespace else b""
 
     def shares(self, context: bytes, ways: Sequence[bytes]) -> list[float]:
-        """Return how likely each of a few ways is, by how often they were gone before."""
+        """Return the probability of each alternative, from how often each was chosen before."""
         known = self.choices.get(context, {})
         counts = [known.get(way.strip(), 0.0) + 1 / len(ways) for way in ways]
         return [count / sum(counts) for count in counts]
 
     def share_of_end(self, end: "_End") -> float:
-        """Return how likely a string or number ends here: by its key, and by its length alone."""
+        """Return the probability that a string or number ends here, from its key and its length."""
         came, missed = self._counts(end.by_length, end.mark)
         rate = (came + 0.3) / (came + missed + 4.0)
         came, missed = self._counts(end.by_key, end.mark)
         return (came + 2 * rate) / (came + missed + 2)
 
     def learn_way(self, way: "Way", *, came: bool) -> None:
-        """Note whether a way was gone that was drafted; old counts fade."""
+        """Record whether the output chose a drafted alternative; old counts decay."""
         if way.end is None:
             text = way.text.strip()
             known = self._known(way.context)
@@ -142,24 +143,24 @@ _NO_END: Final = b""
 
 
 def _class_of(byte: int) -> int:
-    """Return a byte that stands for others that are spaced alike: digits and letters."""
+    """Return one byte for all bytes with the same spacing: digits are a group, letters another."""
     return ord("0") if 48 <= byte <= 57 or byte == 45 else ord("a") if byte >= 97 else byte  # noqa: PLR2004
 
 
 @dataclass(slots=True)
 class Place:
-    """Where in JSON, or similar text, an output has come to.
+    """The current position of an output in JSON or similar text.
 
     Attributes:
-        in_string: whether between quotes.
-        is_escaped: whether behind a backslash there.
-        depth: of brackets.
-        last: byte that is no whitespace, 0 before the first.
-        whitespace: behind it.
-        inside: bytes of the string, number or word that has begun.
-        word: the last of them, of what is open or was last.
-        keys: for each open bracket the last key behind it.
-        tail: the last bytes of all.
+        in_string: whether the position is between quotes.
+        is_escaped: whether the last byte is a backslash in a string.
+        depth: number of open brackets.
+        last: the last byte that is not whitespace; 0 before the first.
+        whitespace: the whitespace after `last`.
+        inside: bytes so far of the unfinished string, number or word.
+        word: the last bytes of the current or the latest string, number or word.
+        keys: the latest key in each open bracket.
+        tail: the last bytes of the whole output.
     """
 
     in_string: bool = False
@@ -173,7 +174,7 @@ class Place:
     tail: bytes = b""
 
     def behind(self, text: bytes) -> "Place":
-        """Return the place behind some bytes."""
+        """Return the place after some more bytes."""
         place = Place(
             self.in_string,
             self.is_escaped,
@@ -190,7 +191,7 @@ class Place:
         return place
 
     def read(self, text: bytes, habits: Habits | None = None) -> None:
-        """Go on over bytes, and learn their whitespace if told where."""
+        """Move on over some bytes; record their whitespace in `habits` if given."""
         at = 0
         self.tail = (self.tail + text)[-_CONTEXT_BYTES:]
         while at < len(text):
@@ -226,7 +227,7 @@ class Place:
             self.keys = (*self.keys[:-1], self.word)
 
     def _read_string(self, text: bytes, at: int) -> int:
-        """Read within a string up to its next quote or backslash, and return the place behind."""
+        """Read a string up to its next quote or backslash, and return the index after it."""
         if self.is_escaped:
             self.is_escaped, self.inside = False, self.inside + 1
             return at + 1
@@ -244,15 +245,15 @@ class Place:
 
     @property
     def is_open(self) -> bool:
-        """Whether a string, number or word has begun."""
+        """Whether the place is inside a string, number or word."""
         return self.in_string or self.inside > 0
 
     def as_free(self) -> tuple[object, ...]:
-        """Return by what the place is known again within a string or number of any content."""
+        """Return the lookup key of a place inside a string or number with any content."""
         return self.keys, self.in_string
 
     def as_exact(self) -> tuple[object, ...]:
-        """Return by what the place is known again; brackets, keys and marks tell most."""
+        """Return the lookup key of the place; brackets, keys and punctuation matter most."""
         word = self.word if self.is_open else b""
         if not self.keys:
             return self.last, self.tail
@@ -260,7 +261,7 @@ class Place:
 
 
 class _End(NamedTuple):
-    """Where a string or number may end: contexts by which that is known again, and the mark."""
+    """A possible end of a string or number: its end mark, and the contexts that identify it."""
 
     by_key: bytes
     by_length: bytes
@@ -268,7 +269,7 @@ class _End(NamedTuple):
 
 
 class _Open(NamedTuple):
-    """A way that is open somewhere: its bytes, the mark if it is an end, and what it forces."""
+    """An alternative: its bytes, its end mark if it is an end, and the string forced after it."""
 
     text: bytes
     mark: bytes
@@ -276,7 +277,7 @@ class _Open(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What is forced at a place, and the ways behind that."""
+    """The forced string at a place, and the alternatives after that string."""
 
     string: "Forced"
     place: Place
@@ -284,12 +285,12 @@ class _Found(NamedTuple):
 
     @property
     def is_free(self) -> bool:
-        """Whether the place is within a string, number or word that may go on in many ways."""
+        """Whether the place is in a string, number or word that can continue in many ways."""
         return not self.string.text and any(way.mark for way in self.ways)
 
 
 class Way(NamedTuple):
-    """One of a few ways: the context of the choice, the bytes, its share, and if it is an end."""
+    """One of a few alternatives: the context of the choice, its bytes, its share, and its end."""
 
     context: bytes
     text: bytes
@@ -302,10 +303,10 @@ class Forced(NamedTuple):
 
     Attributes:
         text: the bytes.
-        guessed_from: the first byte that depends on guessed whitespace.
-        ends: whether the output ends behind it.
-        way: that was taken in it, if one was.
-        chosen_from: the byte at which it was taken.
+        guessed_from: index of the first byte that depends on guessed whitespace.
+        ends: whether the output ends after this string.
+        way: the alternative chosen in this string, if any.
+        chosen_from: index of the first byte of that alternative.
     """
 
     text: bytes
@@ -315,7 +316,7 @@ class Forced(NamedTuple):
     chosen_from: int = 0
 
     def through(self, way: Way, further: "Forced") -> "Forced":
-        """Return the string that goes on by a way, and by what is forced behind that."""
+        """Return this string, extended by an alternative and by the string forced after it."""
         before = len(self.text) + len(way.text)
         guessed = min(self.guessed_from, before + further.guessed_from)
         text = self.text + way.text + further.text
@@ -323,46 +324,46 @@ class Forced(NamedTuple):
 
 
 class ForcedStrings:
-    """What a grammar forces in one output.
+    """The strings that a grammar forces in one output.
 
     Args:
-        letters: the grammar's state before the output, over single bytes; it is changed.
-        habits: of outputs of this grammar.
+        letters: the grammar's state over single bytes, before the output; this object changes it.
+        habits: the style of this grammar's outputs.
 
     Attributes:
-        place: where the output has come to.
+        place: the current position of the output.
     """
 
     def __init__(self, letters: "LLMatcher", habits: Habits) -> None:
         self._letters, self._habits = letters, habits
         self.place = Place()
-        self._unread = b""  # of the output, by `_letters`
+        self._unread = b""  # bytes of the output that `_letters` did not read yet
 
     @property
     def is_known(self) -> bool:
-        """Whether no limit of the library was met."""
+        """Whether the library hit none of its limits, so that its state is valid."""
         return not self._letters.is_error()
 
     def follow(self, text: bytes) -> None:
-        """Go on behind bytes that were committed."""
+        """Move on over committed bytes."""
         self._unread += text
         self.place.read(text, self._habits)
 
     def next(self, *, is_new: bool = False) -> list[Forced]:
-        """Return the forced string that comes next, and it with each of the ways that it ends in.
+        """Return the next forced string, alone and extended by each alternative at its end.
 
-        Strings without bytes that end nothing are left out.
+        Empty strings are omitted, except one that ends the output.
 
         Args:
-            is_new: whether to work it out even if it was found at such a place before. That is
-                mostly right, but the grammar may forbid it.
+            is_new: whether to compute the string even if a similar place has one stored. A stored
+                string is usually right, but the grammar may forbid it.
         """
         return self._strings(self._at(self.place, b"", is_new=is_new))
 
     def behind(self, text: bytes) -> list[Forced]:
-        """Return the forced string behind some bytes, which the grammar allows."""
+        """Return the string forced after some further bytes, which the grammar allows."""
         if self.place.in_string and _QUOTE not in text:
-            return []  # within the same string nothing is forced
+            return []  # inside one string, the grammar forces nothing
         string = self._at(self.place.behind(text), text, is_new=False).string
         return [string] if string.text or string.ends else []
 
@@ -387,7 +388,7 @@ class ForcedStrings:
         return strings
 
     def _at(self, place: Place, text: bytes, *, is_new: bool) -> _Found:
-        """Return what is forced at a place behind some bytes that come next, as kept or found."""
+        """Return what is forced at a place after some further bytes, stored or newly found."""
         kept, exact = self._habits.found, place.as_exact()
         free = place.as_free() if place.is_open and place.keys else exact
         found = None if is_new else kept.get(free) or kept.get(exact)
@@ -402,7 +403,7 @@ class ForcedStrings:
         return found
 
     def _find(self, place: Place) -> _Found:
-        """Find what is forced at a place, where `_letters` stand."""
+        """Find what is forced at a place; `_letters` must be in the state of that place."""
         string, allowed = self._read_on(place)
         ways = [] if not allowed else self._ways(place, allowed)
         opened = []
@@ -420,10 +421,11 @@ class ForcedStrings:
             self._letters.rollback(len(text))
 
     def _read_on(self, place: Place) -> tuple[Forced, bytes]:
-        """Read the bytes that come behind a place, where `_letters` stand, and go on over them.
+        """Read the bytes forced after a place, and advance `_letters` and the place over them.
 
         Returns:
-            The forced string; and which bytes may come behind it, empty if none, or if it is long.
+            The forced string, and the bytes allowed after it. Those are empty if none is allowed or
+            if the string has its full length.
         """
         letters, text, guessed_from = self._letters, b"", 2 * MOST_BYTES
         while len(text) < MOST_BYTES:
@@ -439,7 +441,7 @@ class ForcedStrings:
                 may_space = _may_space(allowed)
                 forced = self._space(place, only[0], may_space=may_space) + only
                 if len(forced) > 1 and letters.validate_tokens(list(forced)) < len(forced):
-                    return Forced(text, guessed_from, False), b""  # whitespace that may not come
+                    return Forced(text, guessed_from, False), b""  # whitespace is not allowed
                 if may_space and not place.in_string:
                     guessed_from = min(guessed_from, len(text))
             letters.consume_tokens(list(forced))
@@ -448,7 +450,7 @@ class ForcedStrings:
         return Forced(text, guessed_from, False), b""
 
     def _ways(self, place: Place, allowed: bytes) -> list[tuple[bytes, bytes]]:
-        """Return the ways that an output may go on, if they are but a few, and marks of ends."""
+        """Return the alternatives and their end marks, if there are only a few alternatives."""
         others, may_space = _others(allowed, _MOST_WAYS), _may_space(allowed)
         if others is None and place.is_open:
             marks = b'"' if place.in_string else MARKS
@@ -466,20 +468,20 @@ class ForcedStrings:
         ]
 
     def _space(self, place: Place, byte: int, *, may_space: bool) -> bytes:
-        """Return the whitespace that is to be expected before a byte."""
+        """Return the whitespace that is expected before a byte."""
         if not may_space or place.in_string:
             return b""
         expected = self._habits.between(place.last, byte, place.depth)
-        come = place.whitespace  # of which a part stands there already
+        come = place.whitespace  # the part of the whitespace that is already there
         return expected[len(come) :] if expected.startswith(come) else b""
 
 
 def _others(allowed: bytes, most: int) -> bytes | None:
-    """Return the bytes that may come, apart from whitespace and the end; None if over `most`.
+    """Return the allowed bytes, without whitespace and the end; None if there are over `most`.
 
     Args:
-        allowed: for each byte and the end, not 0 if it may come.
-        most: bytes to be returned.
+        allowed: one value for each byte and for the end; not 0 if it is allowed.
+        most: most bytes to return.
     """
     if len(allowed) - allowed.count(0) > most + len(_WHITESPACE) + 1:
         return None
@@ -494,5 +496,5 @@ def _others(allowed: bytes, most: int) -> bytes | None:
 
 
 def _may_space(allowed: bytes) -> bool:
-    """Return whether whitespace may come."""
+    """Return whether whitespace is allowed."""
     return bool(allowed[32] or allowed[10] or allowed[9] or allowed[13])

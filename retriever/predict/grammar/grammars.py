@@ -1,6 +1,6 @@
-"""Grammars of outputs: from JSON schemas, tools, regular expressions, choices and Lark.
+"""Grammars of outputs, made from JSON schemas, tools, regular expressions, choices and Lark.
 
-llguidance, an optional extra, reads them and keeps their state.
+llguidance, an optional extra, parses them and tracks their state.
 """
 
 import json
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from indexer.tokenizer import CoreTokenizer
 
 _MOST_TENANTS: Final = 64
-"""Tenants of whose outputs a grammar keeps what they taught."""
+"""Most tenants for which a grammar stores what it learned from outputs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledGrammar:
-    """A grammar over a model's tokens, and what it forces.
+    """A grammar over a model's tokens, with drafts of the text that it forces.
 
-    The whole output matches; a stop token is allowed where it may end. Bytes count, not tokens:
-    a word may be cut into other tokens than the tokenizer would.
+    The whole output matches the grammar; a stop token is allowed where the output may end. The
+    grammar checks bytes, not tokens: a word may be split differently than the tokenizer would.
 
     Attributes:
-        num_tokens: tokens of the tokenizer, without those that were added to it.
+        num_tokens: size of the tokenizer's vocabulary, without added tokens.
     """
 
     num_tokens: int
@@ -53,31 +53,31 @@ class CompiledGrammar:
         tokenizer: "PreTrainedTokenizerBase | CoreTokenizer",
         stop_ids: Sequence[int] = (),
     ) -> Self:
-        """Constrain the output to what a grammar matches.
+        """Compile a grammar that outputs must match.
 
         Args:
-            grammar: of `regex_grammar`, `schema_grammar`, `choice_grammar`, `tools_grammar` or
-                `lark_grammar`.
-            tokenizer: the model's, a fast one.
-            stop_ids: tokens that end a sequence; the tokenizer's own where there are none.
+            grammar: result of `regex_grammar`, `schema_grammar`, `choice_grammar`, `tools_grammar`
+                or `lark_grammar`.
+            tokenizer: the model's tokenizer; it must be a fast one.
+            stop_ids: tokens that end a sequence; if empty, the tokenizer's own.
 
         Raises:
-            InvalidConstraintError: it is too large, or the tokenizer is not fast.
+            InvalidConstraintError: the grammar is too large, or the tokenizer is not fast.
         """
         _library()
         warm()
         wrapped = _wrapped(tokenizer, tuple(stop_ids))
         ends = tuple(stop_ids) or tuple(wrapped.eos_tokens)
         initial, matchers = _matcher(grammar, wrapped), None
-        with suppress(InvalidConstraintError):  # too large over bytes, it is masked all the same
+        with suppress(InvalidConstraintError):  # too large over bytes: mask only, without drafts
             matchers = Matchers(initial, _matcher(grammar, byte_tokenizer()))
         num_tokens = _backend(tokenizer).get_vocab_size(with_added_tokens=False)
         return cls(num_tokens, initial, matchers, wrapped, ends)
 
     def drafts(self, tenant: str = "") -> ForcedDrafts | None:
-        """Return what it forces in one output, beginning before the first token; None if unknown.
+        """Return the forced drafts of one output, from its first token; None if unavailable.
 
-        What outputs teach is kept for all of a tenant's together.
+        All outputs of a tenant share what is learned from them.
         """
         if self._matchers is None:
             return None
@@ -87,7 +87,7 @@ class CompiledGrammar:
         return ForcedDrafts(self._matchers, self._tokenizer, self._stop_ids, learned)
 
     def is_match(self, tokens: Sequence[int]) -> bool:
-        """Return whether an output may end behind some tokens, which the grammar allowed."""
+        """Return whether an output may end after some tokens, which the grammar allowed."""
         state = self._initial.deep_copy()
         return bool(state.consume_tokens(list(tokens)) and state.is_accepting())
 
@@ -96,12 +96,12 @@ def regex_grammar(pattern: str) -> str:
     """Return the grammar of a regular expression, in the syntax of Rust's regex.
 
     Raises:
-        InvalidConstraintError: it is empty or cannot be read, or llguidance is missing.
+        InvalidConstraintError: it is empty or cannot be parsed, or llguidance is missing.
     """
     if not pattern:
         raise InvalidConstraintError(
-            "the pattern is empty, which nothing but an empty answer matches: say what an answer "
-            "shall match, or ask for no pattern"
+            "the pattern is empty, so only an empty answer matches it: give a pattern for the "
+            "answer, or leave the pattern out"
         )
     grammar = str(_library().LLMatcher.grammar_from_regex(pattern))
     _check(grammar, f"pattern {pattern!r}", pattern)
@@ -109,13 +109,13 @@ def regex_grammar(pattern: str) -> str:
 
 
 def schema_grammar(schema: Any) -> str:
-    """Return the grammar of JSON that a schema describes.
+    """Return the grammar of the JSON that a schema describes.
 
     Raises:
-        InvalidConstraintError: it cannot be read or followed, or llguidance is missing.
+        InvalidConstraintError: the schema is malformed or unsupported, or llguidance is missing.
     """
     if not isinstance(schema, dict | bool):
-        raise InvalidConstraintError("a JSON schema is an object: this is none")
+        raise InvalidConstraintError("a JSON schema must be an object: this value is not one")
     try:
         grammar = str(_library().LLMatcher.grammar_from_json_schema(json.dumps(schema)))
     except (ValueError, RecursionError) as error:
@@ -125,21 +125,21 @@ def schema_grammar(schema: Any) -> str:
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """Return the grammar of some texts, one of which an output is.
+    """Return a grammar that matches one of the given texts.
 
     Raises:
-        InvalidConstraintError: there is none, or one is empty, or llguidance is missing.
+        InvalidConstraintError: no text is given, one is empty, or llguidance is missing.
     """
     if not choices or not all(choices):
-        raise InvalidConstraintError("a choice is a text that is not empty: give at least one")
+        raise InvalidConstraintError("choices are texts that are not empty: give at least one")
     return lark_grammar("start: " + " | ".join(map(json.dumps, choices)))
 
 
 def lark_grammar(grammar: str) -> str:
-    """Return a grammar that is written in llguidance's variant of Lark, checked.
+    """Return a grammar written in llguidance's variant of Lark, after checking it.
 
     Raises:
-        InvalidConstraintError: it cannot be read, or llguidance is missing.
+        InvalidConstraintError: the grammar cannot be parsed, or llguidance is missing.
     """
     checked = str(_library().LLMatcher.grammar_from_lark(grammar))
     _check(checked, "grammar")
@@ -147,22 +147,22 @@ def lark_grammar(grammar: str) -> str:
 
 
 def tools_grammar(tools: Any) -> str:
-    """Return the grammar of a call of one of some tools; see `tools_schema`."""
+    """Return the grammar of a call to one of the given tools; see `tools_schema`."""
     return schema_grammar(tools_schema(tools))
 
 
 def tools_schema(tools: Any) -> dict[str, Any]:
-    """Return the JSON schema of a call of one of some tools: `{"name": …, "arguments": {…}}`.
+    """Return the JSON schema of a call to a given tool: `{"name": …, "arguments": {…}}`.
 
     Args:
-        tools: as OpenAI's API and most chat templates list them: objects with `name` and
-            `parameters`, a JSON schema, or those under `function`.
+        tools: list of tools as in OpenAI's API and most chat templates. Each is an object with
+            `name` and `parameters` (a JSON schema), or has these two under `function`.
 
     Raises:
-        InvalidConstraintError: there is none, or one has no name.
+        InvalidConstraintError: the list is empty, or a tool has no name.
     """
     if not isinstance(tools, Sequence) or isinstance(tools, str) or not tools:
-        raise InvalidConstraintError("tools are a list of objects: give at least one")
+        raise InvalidConstraintError("tools must be a list of objects: give at least one")
     return {"anyOf": [_call_of(tool) for tool in tools]}
 
 
@@ -170,7 +170,7 @@ def _call_of(tool: Any) -> dict[str, Any]:
     stated = tool.get("function", tool) if isinstance(tool, Mapping) else None
     if not isinstance(stated, Mapping) or not isinstance(stated.get("name"), str):
         raise InvalidConstraintError(
-            'a tool is an object with "name" and "parameters", or with both under "function"'
+            'a tool must be an object with "name" and "parameters", or have both under "function"'
         )
     parameters = stated.get("parameters")
     arguments = {"type": "object"} if parameters is None else parameters
@@ -186,13 +186,13 @@ def grammar_of(constraint: OutputConstraint) -> str:
     """Return the grammar of a constraint.
 
     Raises:
-        InvalidConstraintError: it cannot be read or followed, or llguidance is missing.
+        InvalidConstraintError: it is malformed or unsupported, or llguidance is missing.
     """
     if constraint.json_schema is not None:
         try:
             schema = json.loads(constraint.json_schema)
         except (ValueError, RecursionError) as error:
-            raise InvalidConstraintError(f"the JSON schema is no JSON: {error}") from error
+            raise InvalidConstraintError(f"the JSON schema is not JSON: {error}") from error
         return schema_grammar(schema)
     if constraint.regular_expression is not None:
         return regex_grammar(constraint.regular_expression)
@@ -207,14 +207,14 @@ def _check(grammar: str, name: str, pattern: str = "") -> None:
 
 
 def _reason(message: str) -> str:
-    """Return the line with the error, of the many that llguidance gives."""
+    """Return the line that states the error, from llguidance's long message."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     reason = next((line for line in lines if line.startswith("error:")), lines[0])
     return reason.removeprefix("error:").strip()
 
 
 def _position(message: str, pattern: str) -> str:
-    """Return the position of the character that llguidance marks in a pattern, in words."""
+    """Return, in words, the position of the character that llguidance marks in a pattern."""
     for line, below in pairwise(message.splitlines()):
         indent = line.removesuffix(pattern)
         if pattern and indent != line and not indent.strip() and set(below.strip()) == {"^"}:
@@ -222,9 +222,9 @@ def _position(message: str, pattern: str) -> str:
     return ""
 
 
-@lru_cache(4)  # it holds the tokenizer, which so cannot be a weak key
+@lru_cache(4)  # not a weak dictionary: the value holds the key, the tokenizer
 def _vocabulary(backend: Any, _size: int, ends: tuple[int, ...]) -> "LLTokenizer":
-    """Return a vocabulary as llguidance has it, which takes a third of a second to make."""
+    """Return a vocabulary in llguidance's form; building one takes a third of a second."""
     backend = copy(backend)
     backend.no_padding()
     backend.no_truncation()

@@ -39,7 +39,7 @@ class ConstraintSettings(BaseModel):
         Metavar("FILE"),
         Field(
             description="The whole answer is a call of one of these tools, "
-            '{"name": ..., "arguments": ...}: a JSON list as OpenAI\'s API takes it.'
+            '{"name": ..., "arguments": ...}. The file is a JSON list as in OpenAI\'s API.'
         ),
     ] = None
 
@@ -47,7 +47,7 @@ class ConstraintSettings(BaseModel):
         """Return the constraint; None if none is given.
 
         Raises:
-            InvalidConstraintError: a file cannot be read, or several are given.
+            InvalidConstraintError: a file cannot be read, or several constraints are given.
         """
         given = (self.regex, self.json_schema, self.choice or None, self.tools)
         if sum(each is not None for each in given) > 1:
@@ -69,4 +69,4 @@ def _json_in(path: Path) -> Any:
     except OSError as error:
         raise InvalidConstraintError(f"{path} cannot be read: {reason_of(error)}") from error
     except (ValueError, RecursionError) as error:
-        raise InvalidConstraintError(f"{path} is no JSON: {error}") from error
+        raise InvalidConstraintError(f"{path} is not JSON: {error}") from error

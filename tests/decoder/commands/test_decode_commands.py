@@ -266,7 +266,7 @@ def index_of_another_tokenizer(tmp_path: Path) -> Path:
         (["--prompt", PROMPT, "--regex", ""], "the pattern is empty"),
         (["--prompt", PROMPT, "--regex", "a", "--choice", "b"], "give one of --regex"),
         (["--prompt", PROMPT, "--json-schema", "no-such-file"], "no-such-file cannot be read"),
-        (["--prompt", PROMPT, "--tools", __file__], "is no JSON"),
+        (["--prompt", PROMPT, "--tools", __file__], "is not JSON"),
         pytest.param(
             ["--prompt", PROMPT, "--regex", "(a"],
             "unclosed group",

@@ -42,7 +42,7 @@ def test_compiling_is_told_once(
     assert (successor(1), successor(2.5)) == (2, 3.5)
     (told,) = caplog.messages
     assert told.startswith(
-        "compiling kernels for this machine, which are then kept: up to a minute"
+        "compiling kernels for this machine, which are then cached: up to a minute"
     )
     assert compiling.num_compiled() == before + 2
     caplog.clear()
@@ -110,7 +110,7 @@ def test_a_full_disk_costs_the_cache_alone(
     assert successor(1) == 2
     assert successor(1.5) == 2.5
     (message,) = (each for each in caplog.messages if not each.startswith("compiling kernels"))
-    assert f"cannot be kept ({reason})" in message
+    assert f"cannot be cached ({reason})" in message
 
 
 def test_a_damaged_cache_is_compiled_over(

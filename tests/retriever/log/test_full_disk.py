@@ -69,7 +69,7 @@ def test_a_disk_that_takes_outputs_again_is_told_with_what_was_lost(
     drafter.remember(output(2))
     drafter.shut_down()
     told = [record.getMessage() for record in caplog.records]
-    assert ["cannot be kept" in each for each in told] == [True, False]
+    assert ["cannot be saved" in each for each in told] == [True, False]
     assert "1 that were refused are only in memory" in told[1]
 
 
@@ -228,7 +228,7 @@ def test_a_directory_that_cannot_be_written_is_read_and_not_logged_to() -> None:
         assert (warm, failures) == ("True", "1")
         warned = [each for each in done.stderr.splitlines() if each.startswith("WARNING")]
         # Another user than the one who compiled them may have no kernels, which is told, too.
-        assert ["outputs cannot be kept" in each for each in warned if "kernels" not in each] == [
+        assert ["outputs cannot be saved" in each for each in warned if "kernels" not in each] == [
             True
         ]
         assert {path.name: path.read_bytes() for path in state.iterdir()} == before

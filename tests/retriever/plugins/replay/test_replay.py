@@ -553,5 +553,5 @@ def test_outputs_are_replayed_under_a_constraint(tmp_path: Path) -> None:
     assert constrained["accepted_by_source"]["grammar"] > 0.2
     assert "grammar" not in plain["accepted_by_source"]
     assert "--choice and --tools" in refused(path, "--json-schema", schema, "--regex", "a")
-    assert "is no JSON" in refused(path, "--json-schema", write(tmp_path / "a", []))
+    assert "is not JSON" in refused(path, "--json-schema", write(tmp_path / "a", []))
     assert "cannot be read" in refused(path, "--tools", tmp_path / "none")
