@@ -101,13 +101,13 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def page(report: dict[str, Any]) -> str:
     """Return what was found as a page of the documentation."""
     introduction = (
-        f"What can models of your architecture verify in one pass? This page lists the "
+        "This page shows what models of your architecture can verify in one pass. It lists the "
         f"{report['architectures']} causal architectures of transformers "
-        f"{report['transformers']}. Of each, a tiny random model decoded in float32 with right, "
-        "wrong, random, doubled and 200-node drafts, past its windows, and its output was compared "
-        f"with `model.generate`, token for token. {_differing(report['different'])} Your own model "
-        "is checked in the same way, more briefly, when it is first used "
-        "([generating](../how-to/generating.md))."
+        f"{report['transformers']}. A tiny random model of each decoded in float32, past its "
+        "attention windows, with right, wrong, random, doubled and 200-node drafts. Its output was "
+        "compared with `model.generate`, token for token. "
+        f"{_differing(report['different'])} Your own model gets a shorter form of this check when "
+        "it is first used ([generating](../how-to/generating.md))."
     )
     source = "Written by `python -m tests.oracles.exactness.architectures`, option `--page`."
     head = ["# Architectures", "", *_wrapped(introduction), "", source, ""]

@@ -310,7 +310,12 @@ def test_back_up_and_restore_bring_back_indexes_and_outputs(index: Path, tmp_pat
     )
     save_index, restore_index, save_state, restore_state = (
         next(block for block in blocks if wanted in block)
-        for wanted in ("# an index, kept", "# an index, back", "# outputs, kept", "# outputs, back")
+        for wanted in (
+            "# back up an index",
+            "# restore an index",
+            "# back up outputs",
+            "# restore outputs",
+        )
     )
     mine, state = tmp_path / "srv" / "my.index", tmp_path / "lib" / "state"
     (tmp_path / "backup").mkdir()
