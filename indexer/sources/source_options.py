@@ -168,31 +168,32 @@ class SourceOptions:
     turns: Annotated[
         Turns,
         Flag(
-            "For conversations, index each turn of the assistant, each of the user, or "
-            "all turns of one together: as the tokenizer's chat template writes them, if it has "
-            "one, else with empty lines between them."
+            "For conversations, index each assistant turn, each user turn, or all turns of a "
+            "conversation as one document. The tokenizer's chat template joins all turns; "
+            "without a template, empty lines separate them."
         ),
     ] = Turns.ASSISTANT
     include: Annotated[
         tuple[str, ...],
         Flag(
-            "In folders, take only what matches, whatever its suffix: a pattern as in "
-            ".gitignore, against the path below the folder. May be given several times.",
+            "In folders, read only files that match, whatever their suffix. A pattern has the "
+            "syntax of .gitignore and matches the path below the folder. May be given several "
+            "times.",
             metavar="GLOB",
         ),
     ] = ()
     exclude: Annotated[
         tuple[str, ...],
-        Flag("In folders, leave out what matches. May be given several times.", metavar="GLOB"),
+        Flag("In folders, skip files that match. May be given several times.", metavar="GLOB"),
     ] = ()
     git: Annotated[
         Git,
-        Flag("Whether to take only the tracked files of a git repository."),
+        Flag("Whether to read only the tracked files of a git repository."),
     ] = Git.AUTO
     licence: Annotated[
         str,
         Flag(
-            "The licence of every document. Without it: the field, the file's "
+            "The licence of every document. By default: the licence field, the file's "
             "SPDX-License-Identifier, or the nearest licence file of its folder.",
             metavar="TEXT",
         ),
@@ -206,16 +207,16 @@ class SourceOptions:
     ] = "utf-8"
     stdin_format: Annotated[
         StdinFormat,
-        Flag("What standard input holds: JSON lines, or one document of text."),
+        Flag("What standard input contains: JSON lines, or one text document."),
     ] = StdinFormat.JSONL
     max_document_bytes: Annotated[
-        int, Flag("Skip longer documents; they are counted.", least=1)
+        int, Flag("Skip longer documents, and count them.", least=1)
     ] = DEFAULT_MAX_DOCUMENT_BYTES
     notebook_outputs: Annotated[
-        bool, Flag("Also read the texts that the code of notebooks printed.")
+        bool, Flag("Also read what the code in notebooks printed.")
     ] = False
     html: Annotated[
-        Markup, Flag("For HTML pages, read the source, or the text that a reader sees.")
+        Markup, Flag("For HTML pages, read the source or the visible text.")
     ] = Markup.SOURCE
     template: ChatTemplate | None = None
     block_bytes: int = DEFAULT_BLOCK_BYTES
