@@ -209,15 +209,13 @@ class SourceOptions:
         StdinFormat,
         Flag("What standard input contains: JSON lines, or one text document."),
     ] = StdinFormat.JSONL
-    max_document_bytes: Annotated[
-        int, Flag("Skip longer documents, and count them.", least=1)
-    ] = DEFAULT_MAX_DOCUMENT_BYTES
-    notebook_outputs: Annotated[
-        bool, Flag("Also read what the code in notebooks printed.")
-    ] = False
-    html: Annotated[
-        Markup, Flag("For HTML pages, read the source or the visible text.")
-    ] = Markup.SOURCE
+    max_document_bytes: Annotated[int, Flag("Skip longer documents, and count them.", least=1)] = (
+        DEFAULT_MAX_DOCUMENT_BYTES
+    )
+    notebook_outputs: Annotated[bool, Flag("Also read what the code in notebooks printed.")] = False
+    html: Annotated[Markup, Flag("For HTML pages, read the source or the visible text.")] = (
+        Markup.SOURCE
+    )
     template: ChatTemplate | None = None
     block_bytes: int = DEFAULT_BLOCK_BYTES
     whole_records: bool = False
