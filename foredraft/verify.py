@@ -149,7 +149,7 @@ def accept_sampled(
         from decoder.sampling.choice import Draw  # noqa: PLC0415
         from decoder.sampling.processors import Processing, Warping  # noqa: PLC0415
     if settings.is_greedy or not Processing(settings, (), None).is_of_settings:
-        raise ValueError("sampling here takes only a temperature above 0, top-k, top-p and min-p")
+        raise ValueError("sampling supports only a temperature above 0, top-k, top-p and min-p")
     scores = torch.as_tensor(logits)
     if scores.ndim != _NUM_AXES or len(scores) != len(tree) + 1:
         raise ValueError(f"logits {tuple(scores.shape)} for a pass of {len(tree) + 1} rows")

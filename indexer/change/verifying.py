@@ -64,7 +64,7 @@ def find_inconsistencies(segment: Segment, vocabulary_size: int, num_samples: in
     elif len(segment.keys) and not np.array_equal(
         segment.keys, suffix_keys(tokens, suffixes, vocabulary_size)
     ):
-        yield "the suffix keys are not those of the suffixes"
+        yield "the suffix keys do not match the suffixes"
 
 
 def find_wrong_documents(documents: DocumentTable) -> Iterator[str]:
@@ -241,7 +241,7 @@ def _check_phrases(path: Path, contents: Contents, *, segments_are_sound: bool) 
             scratch, place = Path(name, "branches"), Path(name, "tables")
             expected = write_phrases(Serial(), path, counted, size, scratch, place)
         if any(FileRecord.of_file(folder / each) != expected[each] for each in expected):
-            yield "the phrase tables are not those of the segments"
+            yield "the phrase tables do not match the segments"
 
 
 def _check_files(folder: Path, files: Mapping[str, FileRecord]) -> Iterator[str]:

@@ -110,8 +110,8 @@ def _kept_of(output: Path, options: BuildOptions) -> str:
     """Describe what a build leaves behind if it is interrupted."""
     index = f"{output} is unchanged" if output.exists() else f"there is no index at {output}"
     if not options.resume:
-        return f"{index}; with --resume, what was read and sorted would have been kept"
-    return f"{index}; what was read and sorted is kept next to it: the same command continues there"
+        return f"{index}; with --resume, what was read and sorted would have been saved"
+    return f"{index}; what was read and sorted is saved next to it: the same command goes on"
 
 
 app.command("add")(add_command)

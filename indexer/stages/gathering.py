@@ -59,9 +59,9 @@ COUNTING: Final = "counting"
 """Names of the build stages, in reports and for temporary folders."""
 
 _UNCOUNTED_SHARE: Final = 8
-"""Phrase tables are rebuilt once they do not cover more than one token in this many. Counting takes
-time that grows with the whole index. Continuations that are frequent in seven eighths of the index
-are frequent in all of it. A fixed share bounds how often each token is counted."""
+"""Phrase tables are rebuilt once more than one token in this many is missing from them. Counting
+takes time that grows with the whole index. Continuations that are frequent in seven eighths of the
+index are frequent in all of it. A fixed share bounds how often each token is counted."""
 
 _SCRATCH_NAME_BYTES: Final = 4
 
