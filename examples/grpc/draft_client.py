@@ -5,7 +5,7 @@ r"""Drafts over gRPC with the contract alone: protoc generates stubs, and foredr
         retriever/v1/retriever.proto
     python draft_client.py 127.0.0.1:50051 [TOKEN]
 
-Reads one line of token ids for each step of a sequence, first the prompt. Prints each draft.
+Reads a line of token ids for each step of one sequence, the prompt first, and prints each draft.
 """
 
 import json

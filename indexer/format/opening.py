@@ -99,7 +99,7 @@ class Snapshot:
     phrases: PhraseTables
 
     def mapped_arrays(self) -> Iterator[NDArray[Any]]:
-        """Yield the array of each file that is mapped into memory. Views of them may follow."""
+        """Yield the array of each file that is mapped into memory; other arrays may be views."""
         files = (array for segment in self.segments for array in segment.arrays())
         for each in (*files, *self.phrases.files().values()):
             array = each
