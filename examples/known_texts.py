@@ -1,7 +1,7 @@
-"""A database of your own: texts that outputs often contain word for word, such as licence headers.
+"""A custom database: texts that outputs often repeat word for word, such as licence headers.
 
-`use(texts)` registers it, for this process and before its first drafter is made; the rest is as
-ever. Run as a program, it shows a draft: `python examples/known_texts.py`.
+`use(texts)` registers the database for this process. Call it before the first drafter is created;
+nothing else changes. Run this file to see a draft: `python examples/known_texts.py`.
 """
 
 from collections import defaultdict
@@ -19,18 +19,19 @@ from foredraft import (
     write_row,
 )
 
-# Its nodes are marked with a source of its own, which figures and `explain` show.
+# Nodes from this database carry their own source, which statistics and `explain` show.
 KNOWN_TEXTS = Source.register(len(Source), "KNOWN_TEXTS", "#56b4e9")
 
-NUM_MATCHED = 2  # tokens that are looked up
-MOST_ROWS = 32  # places in one draft: there are 1,024 rows for all databases together
+NUM_MATCHED = 2  # number of last tokens that are looked up
+MOST_ROWS = 32  # most matches in one draft; all databases together have 1,024 rows
 
 
 class KnownTexts:
-    """Where each pair of tokens is followed by others. All sequences share it: it keeps no state.
+    """Finds where a text contains the last two tokens. It has no state, so sequences share it.
 
     Args:
-        texts: token ids of each, inside the vocabulary: what is drafted is not checked again.
+        texts: token ids of each text. They must be inside the vocabulary, because drafts are not
+            checked again.
     """
 
     def __init__(self, texts: Iterable[Sequence[int]]) -> None:
@@ -40,25 +41,25 @@ class KnownTexts:
                 self._followed[tuple(text[place - NUM_MATCHED : place])].append(text[place:])
 
     def collect(self, question: Question, row: int) -> int:
-        """Write a row of evidence for each place where the last tokens stand."""
+        """Write one row of evidence for each place in the texts where the last tokens occur."""
         pair = tuple(question.query[-NUM_MATCHED:].tolist())
         for followed in self._followed.get(pair, [])[:MOST_ROWS]:
             row = write_row(question, row, KNOWN_TEXTS, Occurrence(followed, NUM_MATCHED))
         return row
 
     def commit(self, tokens: TokenIds) -> None:
-        """Do nothing: the question has the last tokens."""
+        """Do nothing, because the question contains the last tokens."""
 
     @contextmanager
     def supposing(self, tokens: TokenIds, last: TokenIds) -> Iterator[None]:  # noqa: ARG002
-        """Do nothing: the question has the tokens that may come, too."""
+        """Do nothing, because the question also contains the supposed tokens."""
         yield
 
 
 def use(texts: Iterable[Sequence[int]]) -> None:
-    """Have all drafters that are made from now on draft from these texts, too."""
+    """Let all drafters created from now on draft from these texts as well."""
     known = KnownTexts(texts)
-    # Trusted as much as predictions are: both are named because they are expected.
+    # As trusted as predictions, because the user expects the output to contain both.
     register_database(DatabaseKind(KNOWN_TEXTS, trust=3.0, open=lambda _: known))
 
 

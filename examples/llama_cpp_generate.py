@@ -14,7 +14,7 @@ from foredraft.llama_cpp import attach
 
 
 def drafter_of(options: argparse.Namespace) -> EmbeddedDrafter | ResilientDrafter:
-    """Return a drafter in this process, or one that asks a service and outlives it."""
+    """Return a drafter in this process, or a client of a service that also works if it fails."""
     if options.server:
         remote = ResilientDrafter(options.server)
         remote.wait(timeout_s=5.0)
@@ -25,7 +25,7 @@ def drafter_of(options: argparse.Namespace) -> EmbeddedDrafter | ResilientDrafte
 
 
 def main() -> None:
-    """Go on with a prompt, streaming, and say what drafts brought."""
+    """Stream a continuation of the prompt, then print how many drafted tokens were accepted."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("model", help="a GGUF file")
     parser.add_argument("prompt")

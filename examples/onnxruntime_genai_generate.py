@@ -1,6 +1,6 @@
 """Drafts inside ONNX Runtime GenAI: see docs/how-to/engines.md.
 
-The model must be exported with paged attention, for its engine to verify drafts:
+Export the model with paged attention, so that the engine can verify drafts:
 
 python -m onnxruntime_genai.models.builder -m my/model -o exported -p fp16 -e cuda \
     --extra_options use_paged_attention=true
@@ -19,7 +19,7 @@ from foredraft.onnxruntime_genai import DraftingLoop
 
 
 def drafter_of(options: argparse.Namespace) -> EmbeddedDrafter | ResilientDrafter:
-    """Return a drafter in this process, or one that asks a service and outlives it."""
+    """Return a drafter in this process, or a client of a service that also works if it fails."""
     if options.server:
         remote = ResilientDrafter(options.server)
         remote.wait(timeout_s=5.0)
@@ -30,7 +30,7 @@ def drafter_of(options: argparse.Namespace) -> EmbeddedDrafter | ResilientDrafte
 
 
 def main() -> None:
-    """Go on with a prompt, streaming, and say what drafts brought."""
+    """Stream a continuation of the prompt, then print how many drafted tokens were accepted."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("model", type=Path, help="an exported model's folder")
     parser.add_argument("prompt", help="a text, or token ids with --tokens")

@@ -1,4 +1,4 @@
-"""A decoding loop of one's own around a model of transformers: see docs/how-to/generating.md."""
+"""Your own decoding loop around a transformers model: see docs/how-to/generating.md."""
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ loaded, drafter = load_model(ModelOptions("smollm2-135m-instruct")), EmbeddedDra
 
 @torch.no_grad()
 def generate(prompt: list[int], num_tokens: int, num_nodes: int = 16) -> tuple[list[int], int]:
-    """Return what greedy decoding writes, and the number of passes behind the prompt's."""
+    """Return the greedy output, and the number of passes after the prompt's pass."""
     model, cache, num_passes = loaded.model, DynamicCache(), 0
     drafter.open("mine", np.array(prompt, np.int32))
     logits = model(torch.tensor([prompt]), past_key_values=cache, logits_to_keep=1).logits[0]
@@ -35,6 +35,6 @@ def generate(prompt: list[int], num_tokens: int, num_nodes: int = 16) -> tuple[l
     return tokens[len(prompt) :][:num_tokens], num_passes
 
 
-text = "".join(f"def add_{n}(x):\n    return x + {n}\n\n\n" for n in range(1, 8))  # or yours
+text = "".join(f"def add_{n}(x):\n    return x + {n}\n\n\n" for n in range(1, 8))  # or your text
 written, passes = generate(loaded.tokenizer(text)["input_ids"], 48)
 print(f"{(len(written) - 1) / passes:.1f} tokens per pass:", loaded.tokenizer.decode(written[:24]))

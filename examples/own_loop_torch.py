@@ -1,4 +1,4 @@
-"""A decoding loop of one's own around a model in plain PyTorch: see docs/how-to/generating.md."""
+"""Your own decoding loop around a model in plain PyTorch: see docs/how-to/generating.md."""
 
 import numpy as np
 import torch
@@ -9,11 +9,11 @@ from foredraft import DraftRequest, EmbeddedDrafter, verify
 torch.manual_seed(0)
 embed, place = torch.randn(50, 32), torch.randn(512, 32) / 20  # the model: one layer
 to_query, to_key, to_value, to_logits = (torch.randn(32, n) / 6 for n in (32, 32, 32, 50))
-cache = torch.empty(2, 0, 32)  # keys and values of what was read
+cache = torch.empty(2, 0, 32)  # keys and values of the tokens read so far
 
 
 def read(tokens: np.ndarray, positions: np.ndarray, mask: np.ndarray) -> torch.Tensor:
-    """Return the logits after some rows, whose keys and values go to the end of the cache."""
+    """Return the logits of some rows, and append the rows' keys and values to the cache."""
     global cache  # noqa: PLW0603  the shortest cache there is
     states = embed[tokens] + place[positions]
     cache = torch.cat([cache, torch.stack([states @ to_key, states @ to_value])], 1)

@@ -1,11 +1,11 @@
 """Rollouts with drafts while the model is trained: see docs/how-to/generating.md.
 
-python examples/rollouts.py                        # a tiny model, made here
+python examples/rollouts.py                        # a tiny model, created here
 python examples/rollouts.py --model path/to/model --steps 20
 
-Each step writes a group of answers to a prompt, rewards those that use many different tokens, and
-takes a policy-gradient step. A greedy answer with drafts is compared with the model's own each
-time: drafts never change what the policy of that step writes.
+Each step generates a group of answers to a prompt, rewards answers with many different tokens, and
+takes a policy-gradient step. Each step also compares a greedy answer with drafts to the model's own
+answer, because drafts must never change what the current policy generates.
 """
 
 import argparse
@@ -23,7 +23,7 @@ NUM_PROMPT_TOKENS = 16
 
 
 def made_model(path: str | None) -> Any:
-    """Return the model at a path, or a tiny one with random weights."""
+    """Return the model at a path, or a tiny model with random weights."""
     if path is not None:
         return AutoModelForCausalLM.from_pretrained(path, dtype="float32")
     config = LlamaConfig(
@@ -39,13 +39,13 @@ def made_model(path: str | None) -> Any:
 
 
 def rewards_of(answers: torch.Tensor) -> torch.Tensor:
-    """Return float[rows], better than the others of the group by so much."""
+    """Return float[rows], how much better each answer is than its group, in standard deviations."""
     variety = torch.tensor([len(set(row)) / len(row) for row in answers.tolist()])
     return (variety - variety.mean()) / (variety.std() + 1e-6)
 
 
 def loss_of(model: Any, sequences: torch.Tensor, rewards: torch.Tensor) -> Any:
-    """Return the loss whose gradient makes rewarded answers likelier."""
+    """Return the loss whose gradient makes rewarded answers more likely."""
     logits = model(sequences[:, :-1]).logits[:, NUM_PROMPT_TOKENS - 1 :]
     chosen = sequences[:, NUM_PROMPT_TOKENS:, None]
     likely = logits.log_softmax(dim=-1).gather(-1, chosen)[..., 0]
@@ -53,7 +53,7 @@ def loss_of(model: Any, sequences: torch.Tensor, rewards: torch.Tensor) -> Any:
 
 
 def trained(model: Any, foredraft: Foredraft, options: argparse.Namespace) -> Iterator[Any]:
-    """Train; yield what each step took in seconds, with drafts and without, and its reward."""
+    """Train; yield each step's reward, and its time in seconds with and without drafts."""
     prompts = torch.randint(3, model.config.vocab_size, (NUM_PROMPTS, NUM_PROMPT_TOKENS))
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate)
     length = {"max_new_tokens": options.tokens, "min_new_tokens": options.tokens, "pad_token_id": 0}
@@ -85,13 +85,13 @@ def trained(model: Any, foredraft: Foredraft, options: argparse.Namespace) -> It
 
 
 def main() -> None:
-    """Train a model on its own answers, written with drafts."""
+    """Train a model on its own answers, which are generated with drafts."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--model", help="a hub id or a folder; a tiny model by default")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--group", type=int, default=4, help="answers to each prompt")
-    parser.add_argument("--tokens", type=int, default=32, help="of each answer")
-    parser.add_argument("--rate", type=float, default=1e-3, help="of learning")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens of each answer")
+    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
     options = parser.parse_args()
     torch.manual_seed(0)
     model = made_model(options.model)
@@ -102,9 +102,9 @@ def main() -> None:
     for step, (seconds, reward) in enumerate(trained(model, foredraft, options), 1):
         took.append(seconds)
         if step % 10 == 0 or step == options.steps:
-            print(f"step {step}: {reward:.2f} of the tokens of an answer are different ones")
+            print(f"step {step}: {reward:.2f} of an answer's tokens are distinct")
     with_drafts, without = (sum(each) for each in zip(*took, strict=True))
-    print(f"all {len(took)} greedy answers with drafts are the model's own at that step")
+    print(f"all {len(took)} greedy answers with drafts equal the model's own answers")
     print(f"rollouts took {with_drafts:.1f} s with drafts and {without:.1f} s without")
     print(foredraft.statistics.summary())
     drafter.shut_down()

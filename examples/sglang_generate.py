@@ -1,6 +1,6 @@
-"""Text from SGLang with our drafts: `python examples/sglang_generate.py MODEL PROMPT`.
+"""Text from SGLang with drafts: `python examples/sglang_generate.py MODEL PROMPT`.
 
-A server takes the same: FOREDRAFT_INDEX=my.index sglang serve --model-path MODEL
+For a server, run: FOREDRAFT_INDEX=my.index sglang serve --model-path MODEL
 --speculative-algorithm FOREDRAFT --speculative-num-draft-tokens 16
 """
 
@@ -12,17 +12,17 @@ import sglang
 
 
 def main() -> None:
-    """Generate greedily, and print the text and how many tokens a step brought."""
+    """Generate greedily; print the text and the mean number of tokens per step."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="a folder or a hub id")
     parser.add_argument("prompts", nargs="+", metavar="PROMPT")
-    parser.add_argument("--index", help="an index of the model's own tokenizer")
-    parser.add_argument("--server", help="a draft service, HOST:PORT, instead")
+    parser.add_argument("--index", help="an index built with the model's own tokenizer")
+    parser.add_argument("--server", help="a draft service, HOST:PORT, instead of an index")
     parser.add_argument("--plain", action="store_true", help="without drafts, to compare")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     options = parser.parse_args()
 
-    # SGLang's processes read the settings, as docs/how-to/engines.md lists them.
+    # SGLang's processes read these settings; docs/how-to/engines.md lists them.
     for name in ("index", "server"):
         if getattr(options, name):
             os.environ[f"FOREDRAFT_{name.upper()}"] = getattr(options, name)

@@ -16,7 +16,7 @@ from foredraft import EmbeddedDrafter, Foredraft, ResilientDrafter, vocabulary_o
 def drafter_of(
     options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase
 ) -> EmbeddedDrafter | ResilientDrafter:
-    """Return a drafter in this process, or one that asks a service and outlives it."""
+    """Return a drafter in this process, or a client of a service that also works if it fails."""
     vocabulary = vocabulary_of(tokenizer)
     if options.server:
         remote = ResilientDrafter(options.server, vocabulary_fingerprint=vocabulary.fingerprint)
@@ -28,7 +28,7 @@ def drafter_of(
 
 
 def main() -> None:
-    """Answer a prompt, streaming, and say what drafts brought."""
+    """Stream an answer to the prompt, then print how well the drafts worked."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("model", help="a hub id or a folder")
     parser.add_argument("prompt")

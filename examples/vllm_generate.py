@@ -11,7 +11,7 @@ from vllm import LLM, SamplingParams
 
 
 def main() -> None:
-    """Answer a prompt twice, the second time from what the first left; say what was drafted."""
+    """Answer a prompt twice, the second time with drafts from the first answer; print counts."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("model", help="a hub id or a folder")
     parser.add_argument("prompt")

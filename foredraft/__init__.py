@@ -4,8 +4,8 @@ This module exports the functions that build and open an index, the in-process d
 of a service, the draft tree, the protocol and the decoder. Errors are in `foredraft.errors`. Each
 engine adapter is a separate module: `foredraft.vllm`, `foredraft.transformers` and others.
 
-The names are listed in `__init__.pyi`. Each is loaded at first use, so that a program pays only for
-what it uses: `import foredraft` loads only the check that the packages behind it are the ones that
+The names are listed in `__init__.pyi`. Each name is loaded at first use, so a program loads only
+what it uses. `import foredraft` itself only checks that the packages behind it are the ones that
 came with it.
 """
 

@@ -1,4 +1,4 @@
-"""`python -m foredraft`: see `foredraft.program`."""
+"""Runs `python -m foredraft`; see `foredraft.program`."""
 
 from foredraft.program import main
 

@@ -1,8 +1,8 @@
-"""Every error that foredraft raises: one class hierarchy for each of the three packages.
+"""All errors that foredraft raises, in one class hierarchy for each of its three packages.
 
-`IndexerError` is the base class of index errors, `RetrieverError` of drafting errors and
-`DecoderError` of target model errors. `ForeignPackageError` is an `ImportError`: another package
-has the name of one of ours.
+`IndexerError` is the base class of index errors, `RetrieverError` of drafting errors, and
+`DecoderError` of target model errors. `ForeignPackageError` is an `ImportError`. It means that
+another package has the name of one of foredraft's packages.
 """
 
 from decoder.errors import *  # noqa: F403  (all of them, which stand there once)

@@ -1,6 +1,6 @@
-"""Drafts inside SGLang; experimental, never run in a full SGLang. See docs/how-to/engines.md.
+"""Drafts inside SGLang. Experimental; never run in a full SGLang. See docs/how-to/engines.md.
 
-SGLang finds `register` through an entry point in each of its processes. Start SGLang with
+Each SGLang process finds `register` through an entry point. Start SGLang with
 `--speculative-algorithm FOREDRAFT`.
 """
 

@@ -1,7 +1,7 @@
-"""Names that are loaded at first use and listed in one place, the stub of their module.
+"""Loads a module's public names at first use. The module's stub lists the names.
 
 A stub, such as `vllm.pyi` next to `vllm.py`, tells type checkers where each name is defined. This
-module reads the same stub, so that programs and type checkers cannot disagree.
+module reads the same stub, so programs and type checkers cannot disagree.
 """
 
 import ast
@@ -15,7 +15,7 @@ from foredraft.installation import EXTRAS, needing
 
 
 class Face(NamedTuple):
-    """The attributes that a module with a stub has to define.
+    """The attributes that a module with a stub must define.
 
     Attributes:
         names: value of `__all__`.
@@ -29,28 +29,28 @@ class Face(NamedTuple):
 
 
 def face_of(module: str, stub: str, extra: str | None = None) -> Face:
-    """Return the `Face` of a module: the names that its stub imports.
+    """Return the `Face` of a module, with the names that its stub imports.
 
     Args:
         module: name of the module.
         stub: name of the stub file, in this folder.
-        extra: extra that installs the libraries that the names need; by default the extra of their
-            package.
+        extra: extra that installs the libraries that the names need. By default, the extra of the
+            package that defines each name.
     """
     homes = _homes(stub)
 
     def load(name: str) -> Any:
-        """Load a name from the module that defines it, once.
+        """Load a name from the module that defines it. This runs only once per name.
 
         Raises:
             ModuleNotFoundError: a library is missing; the message says what to install.
-            MissingPluginError: the plugin that defines it is not part of this installation.
+            MissingPluginError: the plugin that defines the name is not installed.
         """
         if name not in homes:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         home = homes[name]
         package = home.partition(".")[0]
-        if package == module:  # a module of this package
+        if package == module:  # a submodule of this package
             return import_module(f"{home}.{name}")
         with needing(extra or EXTRAS[package]):
             found = (
@@ -70,7 +70,7 @@ def _plugin(home: str, asked: str) -> Any:
 
 
 def _homes(stub: str) -> dict[str, str]:
-    """Return the module that defines each name of a stub."""
+    """Return, for each name in a stub, the module that defines it."""
     source = get_data(__package__, stub)
     return {
         alias.name: str(node.module)

@@ -1,8 +1,9 @@
-"""Check that the packages that Python finds under our names are ours.
+"""Checks that Python finds foredraft's own packages under their names.
 
-`indexer`, `retriever` and `decoder` are common names. Another distribution may install a folder of
-that name over ours, and a file `retriever.py` earlier on the path hides ours. Each of our packages
-has a marker in its `__init__.py`; the check looks for it without running that file.
+`indexer`, `retriever` and `decoder` are common names. Another distribution may install a folder
+with the same name over foredraft's folder. A file `retriever.py` earlier on the path hides the
+package. Each package has a marker in its `__init__.py`, and the check looks for the marker without
+running the file.
 """
 
 import sys
@@ -15,7 +16,7 @@ from types import CodeType
 from typing import Any, Final
 
 EXTRAS: Final = {"indexer": "index", "retriever": "server", "decoder": "decoder"}
-"""Our packages, each with the extra that installs its dependencies."""
+"""Foredraft's packages, each with the extra that installs its dependencies."""
 
 MARKER: Final = "__distribution__"
 OURS: Final = "foredraft"
@@ -23,12 +24,12 @@ OURS: Final = "foredraft"
 
 @contextmanager
 def needing(extra: str) -> Iterator[None]:
-    """If the block fails to import a library, name the extra that installs it.
+    """If the block fails to import a library, raise an error that names the extra to install.
 
     Raises:
         ModuleNotFoundError: a library is missing; the message says what to install.
-        ImportError: a library is installed but lacks the imported name; the message says which
-            version it is, and what to do.
+        ImportError: a library is installed but lacks the imported name. The message names its
+            version and says what to do.
     """
     try:
         yield
@@ -45,7 +46,7 @@ def needing(extra: str) -> Iterator[None]:
 
 
 def _changed(library: str, extra: str, error: ImportError) -> str:
-    """Return the message for a library of a version that this code was not written for."""
+    """Return the message for a library version that this code does not support."""
     from importlib.metadata import packages_distributions, version  # noqa: PLC0415  (slow)
 
     owner = next(iter(packages_distributions().get(library, ())), None)
@@ -57,15 +58,15 @@ def _changed(library: str, extra: str, error: ImportError) -> str:
 
 
 class ForeignPackageError(ImportError):
-    """Python finds something else under the name of one of our packages; the message says where."""
+    """Python finds another file under the name of a foredraft package. The message says where."""
 
 
 def check_packages() -> None:
-    """Check that the three packages are present and ours.
+    """Check that Python finds all three packages, and that they are foredraft's.
 
     Raises:
-        ForeignPackageError: one is missing or not ours; the one-line message names the file in the
-            way.
+        ForeignPackageError: a package is missing or foreign. The one-line message names the file
+            that is in the way.
     """
     for name in EXTRAS:
         loaded = sys.modules.get(name)
@@ -97,7 +98,7 @@ def _check_found(name: str, spec: ModuleSpec | None) -> None:
 
 def _is_ours(name: str, loader: Any) -> bool:
     if not hasattr(loader, "get_code"):
-        return True  # packed by a tool that exposes no code: nothing can shadow it
+        return True  # packed by a tool that hides the code: then nothing can shadow the package
     try:
         code = loader.get_code(name)
     except (ImportError, OSError, SyntaxError, ValueError):
@@ -130,7 +131,7 @@ def _remedy(name: str, file: str) -> str:
 
 
 def _owner_of(name: str, file: str) -> str | None:
-    """Return the distribution that installed a file; `None` for a user's own file."""
+    """Return the distribution that installed a file, or `None` if the file is the user's own."""
     from importlib.metadata import distribution, packages_distributions  # noqa: PLC0415  (slow)
 
     for owner in packages_distributions().get(name, ()):
@@ -141,7 +142,7 @@ def _owner_of(name: str, file: str) -> str | None:
 
 
 def _reinstall() -> str:
-    """Return how to reinstall foredraft, from the origin that pip recorded if there is one."""
+    """Return how to reinstall foredraft, from the source that pip recorded if there is one."""
     import json  # noqa: PLC0415  (only needed when the check fails)
     from importlib.metadata import PackageNotFoundError, distribution  # noqa: PLC0415
 

@@ -1,7 +1,8 @@
-"""The command `foredraft`: which module implements which command, and how it is started.
+"""The command `foredraft`: maps each command to its module, and starts it.
 
-Only the module of the named command is imported, and it imports what it needs when it runs, so help
-appears immediately. Plugins register their commands in the entry-point group `foredraft.commands`.
+Only the module of the requested command is imported. That module imports other code when it runs,
+so help appears immediately. Plugins register their commands in the entry-point group
+`foredraft.commands`.
 """
 
 import sys
@@ -32,21 +33,21 @@ _CORE: Final = (
     _own("serve", "serve", "retriever", "Serve drafts over gRPC."),
     _own("config", "serve", "retriever", "Show the settings with which `serve` would start."),
     _own("access", "serve", "retriever", "Make, list and revoke the credentials of callers."),
-    _own("health", "serve", "retriever", "Say whether a service takes calls."),
+    _own("health", "serve", "retriever", "Check whether a service is ready for calls."),
     _own("info", "serve", "retriever", "Show a service's version, phase, models and limits."),
-    _own("proto", "serve", "retriever", "Write the contract for clients in any language."),
+    _own("proto", "serve", "retriever", "Write the gRPC contract, for clients in any language."),
     _own("generate", "decode", "decoder", "Answer prompts with a model and drafts."),
-    _own("chat", "decode", "decoder", "Talk with a model, and see what each token came from."),
+    _own("chat", "decode", "decoder", "Chat with a model, and see each token's source."),
     _own("documents", "look", "indexer", "List the documents of an index."),
-    _own("inspect", "look", "indexer", "Say what an index holds, and for which tokenizer."),
-    _own("verify", "look", "indexer", "Check that an index is whole."),
+    _own("inspect", "look", "indexer", "Show what an index contains, and its tokenizer."),
+    _own("verify", "look", "indexer", "Check that an index is intact."),
     _own("explain", "look", "retriever", "Show where the tokens of a draft come from."),
 )
 
 
 @cache
 def commands() -> dict[str, Command]:
-    """Return all commands that are installed, by name, in the order of the help."""
+    """Return all installed commands by name, in the order of the help."""
     found = [point.load() for point in _plugged().values() if is_installed(point.module)]
     installed = [*_CORE, *(command for command in found if command.absent() is None)]
     groups = list(dict.fromkeys(command.group for command in installed))
@@ -56,14 +57,14 @@ def commands() -> dict[str, Command]:
 
 @cache
 def _plugged() -> dict[str, EntryPoint]:
-    """Return the entry points of plugin commands by name; a plugin may be absent."""
+    """Return the entry points of plugin commands by name. The plugins themselves may be missing."""
     return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
 
 
 def main() -> None:
     """Run the command that `sys.argv` names.
 
-    Exits with 2 if there is no such command, with 1 if its plugin is not installed.
+    Exits with status 2 if there is no such command, and with status 1 if its plugin is missing.
     """
     word = sys.argv[1] if len(sys.argv) > 1 else ""
     core = {command.name: command for command in _CORE}
@@ -83,7 +84,7 @@ def main() -> None:
 
 
 def _not_installed(point: EntryPoint) -> str:
-    """Return the message for a command whose plugin, or one that it needs, is absent."""
+    """Return the message for a command that needs a plugin which is not installed."""
     absent = point.load().absent() if is_installed(point.module) else point.module
     return f"error: `foredraft {point.name}` is not part of this installation: {absent} is absent"
 
@@ -109,7 +110,7 @@ def help_text() -> str:
 
 
 def unknown(word: str) -> str:
-    """Return the message for an unknown command; it suggests the nearest one if one is close."""
+    """Return the message for an unknown command. It suggests a similar command if there is one."""
     kind = "option" if word.startswith("-") else "command"
     names = list(commands()) if kind == "command" else ["--help", "--version"]
     near = get_close_matches(word, names, n=1)

@@ -1,4 +1,4 @@
-"""`python -m indexer`: only the commands of this package; users run `foredraft`."""
+"""Runs only this package's commands, with `python -m indexer`; users run `foredraft`."""
 
 from indexer.launch import launch
 

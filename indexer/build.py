@@ -1,4 +1,4 @@
-"""Building an index: sources to parts, parts to segments, segments to a published snapshot."""
+"""Builds an index: sources become parts, parts become segments, segments become a snapshot."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -77,16 +77,16 @@ def build_index(
     options: BuildOptions = DEFAULTS,
     on_progress: OnProgress | None = None,
 ) -> BuildReport:
-    """Index folders, repositories, files of text, JSON lines and tables.
+    """Index folders, repositories, text files, JSON lines and tables.
 
     Args:
         sources: files and folders; `-` is standard input.
-        output: directory of the index; it appears when the index is complete, or not at all.
-        tokenizer: tokenizer of the model whose output is to be drafted: a loaded one, or a name
-            that `locate_model` understands. None for that of the replaced index, else
-            `DEFAULT_MODEL`.
-        options: how to build.
-        on_progress: called as sources are read, with the counts so far.
+        output: directory of the index. It appears only once the index is complete.
+        tokenizer: tokenizer of the target model: a loaded tokenizer, or a name that `locate_model`
+            understands. None means the tokenizer of the replaced index, or `DEFAULT_MODEL` if no
+            index is replaced.
+        options: build options.
+        on_progress: called with the current counts while sources are read.
 
     Raises:
         SourceError: a source does not exist, no document could be read, or more records were
@@ -109,7 +109,7 @@ def build_from_texts(
     tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase | None" = None,
     options: BuildOptions = DEFAULTS,
 ) -> BuildReport:
-    """Index pairs of name and text, read in this process; see `build_index`. Cannot be resumed."""
+    """Index (name, text) pairs in this process; see `build_index`. It cannot be resumed."""
     here = replace(options, engine=Serial(options.engine.memory_bytes), resume=False)
     return _build(output, tokenizer, here, no_progress, lambda *_: [GivenTexts(documents)])
 
@@ -121,18 +121,18 @@ def build_from_index(
     options: BuildOptions = DEFAULTS,
     on_progress: OnProgress | None = None,
 ) -> BuildReport:
-    """Rebuild all documents of an index, with their names and licences.
+    """Rebuild an index from the texts, names and licences that another index stores.
 
     Args:
-        source: directory of an index that keeps its texts.
+        source: directory of an index that stores its texts.
         output: as for `build_index`; may be the same directory.
         tokenizer: as for `build_index`.
-        options: as for `build_index`. Documents of any length are taken, and repeated ones as often
-            as the index has them. Cannot be resumed.
+        options: as for `build_index`, with three differences. Documents may have any length,
+            duplicates in the old index are kept, and the build cannot be resumed.
         on_progress: as for `build_index`.
 
     Raises:
-        SourceError: the index does not keep its texts.
+        SourceError: the index does not store its texts.
         IndexerError: the index at `source` cannot be read; otherwise as for `build_index`.
     """
     source = Path(source)
@@ -165,7 +165,7 @@ def build_from_tokens(
     vocabulary: Vocabulary,
     options: BuildOptions = DEFAULTS,
 ) -> BuildReport:
-    """Index pairs of name and token ids from the tokenizer of `vocabulary`.
+    """Index (name, token ids) pairs; the ids belong to the tokenizer of `vocabulary`.
 
     Raises:
         SourceError: no document has a token.
@@ -200,9 +200,9 @@ def _build(  # noqa: PLR0913, PLR0917
         output: as for `build_index`.
         tokenizer: as for `build_index`.
         options: as for `build_index`.
-        tell: called with the progress.
+        tell: progress callback.
         find: finds the blocks.
-        before: screening that the documents have been through already.
+        before: screening that was already applied to the documents.
     """
     check_output(Path(output), overwrite=options.overwrite)
     named, options = as_replaced(Path(output), tokenizer, options)
@@ -235,7 +235,7 @@ def _write(
     tokenizer: FileRecord | None = None,
     screening: ScreeningRecord = NOT_SCREENED,
 ) -> Contents:
-    """Write segments and phrase tables, then the snapshot that makes them an index.
+    """Write segments and phrase tables, then publish them as a snapshot.
 
     Args:
         building: the build in progress.
@@ -268,16 +268,17 @@ def as_replaced(
     tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase | None",
     options: BuildOptions,
 ) -> "tuple[str | CoreTokenizer | PreTrainedTokenizerBase, BuildOptions]":
-    """Return the tokenizer and options, completed from the index that is replaced, if any.
+    """Return the tokenizer and options, completed from the replaced index if there is one.
 
     Args:
         output: directory of the index.
-        tokenizer: requested tokenizer; None for that of the index, else `DEFAULT_MODEL`.
-        options: requested options. Documents are screened at least as those of the index were.
+        tokenizer: requested tokenizer. None means the tokenizer of the replaced index, or
+            `DEFAULT_MODEL` if there is none.
+        options: requested options. New documents are screened at least as strictly as the old ones.
 
     Raises:
-        TokenizerError: the index does not say which tokenizer it has.
-        IndexerError: the index was screened with a list of phrases, which is not given now.
+        TokenizerError: the index does not say which tokenizer it was built with.
+        IndexerError: the index was screened with a list of phrases, but no list is given now.
     """
     try:
         before = _replaced(output)
@@ -296,7 +297,7 @@ def as_replaced(
 
 
 def _tokenizer_of(before: Contents, output: Path) -> str:
-    """Return the name of an index's tokenizer; the default one for an index of token ids."""
+    """Return the name of an index's tokenizer, or the default if it was built from token ids."""
     name = before.vocabulary.name
     if before.tokenizer is None:
         return DEFAULT_MODEL
@@ -311,7 +312,7 @@ def _tokenizer_of(before: Contents, output: Path) -> str:
 
 
 def _replaced(output: Path) -> Contents | None:
-    """Return the contents of an index; `None` if there is no readable one."""
+    """Return the contents of an index, or `None` if no readable index exists."""
     try:
         held = hold_latest(output)
     except FormatVersionError:

@@ -10,10 +10,10 @@ from typing import Any, Final
 from indexer.errors import UnusableError
 
 _MAX_PLACES: Final = 3
-"""Most documents or lines that a report names per reason."""
+"""Most documents or lines that a report names for each reason."""
 
 _MAX_FILES: Final = 10
-"""Most files of conversations that a report names; they fit on a screen."""
+"""Most conversation files that a report names. They fit on one screen."""
 
 _LINES: Final = "lines with an excluded phrase"
 _DOCUMENTS: Final = "documents with an excluded phrase"
@@ -21,18 +21,18 @@ _DOCUMENTS: Final = "documents with an excluded phrase"
 
 @dataclass(slots=True)
 class ScreenTally:
-    """Counts by reason, without any text of a document, phrase or secret.
+    """Counts of what screening removed, by reason. Holds no document text, phrase or secret.
 
     Attributes:
-        num_documents: number of documents left out.
-        num_lines: number of lines left out of documents that stayed.
+        num_documents: number of excluded documents.
+        num_lines: number of lines removed from documents that stay in the index.
         num_redacted: number of documents in which a secret was replaced, in the text, name or
             licence.
-        documents_by_phrase: documents left out, by the phrase's line in its file. A document with
-            several phrases counts for each.
-        lines_by_phrase: lines left out, by the same line numbers.
-        secrets: replaced places, by kind.
-        places: names of the first documents, at most three, by reason; as screened.
+        documents_by_phrase: number of excluded documents, by the phrase's line number in the
+            phrase file. A document with several phrases counts for each phrase.
+        lines_by_phrase: number of removed lines, by the phrase's line number in the phrase file.
+        secrets: number of replaced secrets, by kind.
+        places: names of the first documents for each reason, at most three, after screening.
     """
 
     num_documents: int = 0
@@ -44,20 +44,20 @@ class ScreenTally:
     places: dict[str, list[str]] = field(default_factory=dict)
 
     def exclude_document(self, phrases: Iterable[int], place: str) -> None:
-        """Count a document that is left out because of phrases."""
+        """Count a document that is excluded because it contains phrases."""
         self.num_documents += 1
         self.documents_by_phrase.update(set(phrases))
         self._keep(_DOCUMENTS, place)
 
     def exclude_lines(self, phrases: Iterable[Iterable[int]], place: str) -> None:
-        """Count lines that are left out of a document, each because of its phrases."""
+        """Count lines that are removed from a document; `phrases` has one entry per line."""
         for of_line in phrases:
             self.num_lines += 1
             self.lines_by_phrase.update(of_line)
             self._keep(_LINES, place)
 
     def redact(self, kinds: Iterable[str], place: str) -> None:
-        """Count secrets that are replaced in a document, by kind."""
+        """Count the secrets that are replaced in a document, by kind."""
         found = Counter(kinds)
         self.num_redacted += bool(found)
         self.secrets += found
@@ -65,7 +65,7 @@ class ScreenTally:
             self._keep(kind, place)
 
     def add(self, other: "ScreenTally") -> None:
-        """Add the counts of another process or an earlier part."""
+        """Add the counts from another process or from an earlier part."""
         self.num_documents += other.num_documents
         self.num_lines += other.num_lines
         self.num_redacted += other.num_redacted
@@ -77,7 +77,7 @@ class ScreenTally:
                 self._keep(reason, place)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the counts as JSON values; phrases are given by line of their file, from 1."""
+        """Return the counts as JSON values; phrases are identified by line number, from 1."""
         return {
             "documents_excluded": self.num_documents,
             "lines_excluded": self.num_lines,
@@ -111,7 +111,7 @@ class ScreenTally:
 
 
 def counted_of(number: int, noun: str) -> str:
-    """Return a number with its noun."""
+    """Return a number followed by its noun, in the plural unless the number is 1."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -120,7 +120,7 @@ def _ordered(counts: Mapping[int, int]) -> dict[str, int]:
 
 
 def _by_phrase(counts: Counter[int]) -> str:
-    """Return the lines of the list that were found most often."""
+    """Return the line numbers of the phrases that were found most often."""
     shown = [f"line {line}: {count}" for line, count in counts.most_common(_MAX_PLACES)]
     more = [f"{len(counts) - _MAX_PLACES} more"] if len(counts) > _MAX_PLACES else []
     return f" by the list's {', '.join(shown + more)}" if shown else ""
@@ -128,17 +128,17 @@ def _by_phrase(counts: Counter[int]) -> str:
 
 @dataclass(slots=True)
 class ConversationTally:
-    """The conversations of one shape in one file.
+    """Counts of the conversations of one shape in one file.
 
     Attributes:
-        kind: kind of the turns that are taken, in words: "assistant turns".
-        num_conversations: number of conversations, whether or not any turn was taken.
-        num_turns: number of turns that were taken.
-        left_out: parts of the conversations that were left out, by kind: images, empty turns, turns
-            of unknown roles.
-        missing_field: key that was given for the text but that none of them has; else empty.
+        kind: kind of the turns that are indexed, in words: "assistant turns".
+        num_conversations: number of conversations, whether or not any turn was indexed.
+        num_turns: number of turns that were indexed.
+        left_out: number of conversation parts that were left out, by kind: images, empty turns,
+            turns of unknown roles.
+        missing_field: the requested text key, if no conversation has it; otherwise empty.
         file: name of the file.
-        shape: shape in words.
+        shape: name of the shape.
     """
 
     kind: str
@@ -150,7 +150,7 @@ class ConversationTally:
     shape: str = ""
 
     def add(self, other: "ConversationTally") -> None:
-        """Add the counts of another part of the file."""
+        """Add the counts from another part of the file."""
         self.num_conversations += other.num_conversations
         self.num_turns += other.num_turns
         self.left_out.update(other.left_out)
@@ -167,25 +167,25 @@ class ConversationTally:
 
 @dataclass(slots=True)
 class BuildTally:
-    """Counts of the stages of a build, which the progress display shows.
+    """Counts of the build stages, shown by the progress display.
 
     Attributes:
         num_documents: number of tokenised documents.
-        num_tokens: number of their tokens, without separators.
-        num_bytes: size of their text in UTF-8.
-        skipped: numbers of documents and files left out, by reason.
-        skipped_places: place of the first one, by reason, if known.
-        remedies: what to do, by reason, if anything can be done.
-        num_dropped: number of skipped documents and files that should have been read but could not
-            be. The others were skipped by a rule.
-        conversations: conversations in records, by file and shape: `file: shape`.
-        by_content: files that are read although their suffix is unknown, because they begin with
-            text; by suffix.
+        num_tokens: number of tokens in these documents, without separators.
+        num_bytes: size of these documents' text in UTF-8.
+        skipped: number of documents and files left out, by reason.
+        skipped_places: place of the first skipped item, by reason, if known.
+        remedies: what the user can do, by reason, if anything.
+        num_dropped: number of documents and files that should have been read but could not be. All
+            other skipped items were skipped by a rule.
+        conversations: counts of conversations in records, by file and shape (`file: shape`).
+        by_content: number of files with an unknown suffix that are read because they start with
+            text, by suffix.
         num_bytes_read: bytes of source files, as on disk, that were read or skipped.
-        num_files_found: number of source files so far.
-        num_bytes_found: their size; 0 if documents do not come from files.
+        num_files_found: number of source files found so far.
+        num_bytes_found: total size of the source files; 0 if documents do not come from files.
         screened: what screening removed; None if there was no screening.
-        stage_seconds: time of each finished stage, by name.
+        stage_seconds: duration of each finished stage, by name.
         doing: description of the current work.
     """
 
@@ -206,13 +206,13 @@ class BuildTally:
     doing: str = ""
 
     def now(self, doing: str) -> "BuildTally":
-        """Set the description of the current work; return itself."""
+        """Set the description of the current work and return this tally."""
         self.doing = doing
         return self
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Measure the time of a stage."""
+        """Measure how long a stage takes."""
         begun = time.perf_counter()
         yield
         self.stage_seconds[name] = time.perf_counter() - begun
@@ -223,12 +223,12 @@ class BuildTally:
         return self.num_dropped / max(self.num_dropped + self.num_documents, 1)
 
     def skip(self, reason: str, place: str, remedy: str = "") -> None:
-        """Count a document that is left out, and keep the place of the first one.
+        """Count a document that is left out. The place of the first one per reason is recorded.
 
         Args:
             reason: reason under which it is counted.
             place: file, or file and line or row.
-            remedy: what to do; the first one is kept.
+            remedy: what the user can do; the first remedy per reason is recorded.
         """
         self.skipped[reason] += 1
         self.skipped_places.setdefault(reason, place)
@@ -241,7 +241,7 @@ class BuildTally:
         self.skip(reason, place, remedy)
 
     def dropping(self, place: str) -> "_Dropping":
-        """Count what the block finds unusable; see `drop`."""
+        """Return a context manager that counts an unusable item in its block; see `drop`."""
         return _Dropping(self, place)
 
     def count_conversation(self, file: str, shape: str, counted: ConversationTally) -> None:
@@ -253,7 +253,7 @@ class BuildTally:
             self.conversations[place] = replace(counted, file=file, shape=shape)
 
     def merge(self, other: "BuildTally") -> None:
-        """Add the counts of another process, except for documents and tokens."""
+        """Add the counts from another process, except for documents and tokens."""
         self.num_bytes += other.num_bytes
         self.num_bytes_read += other.num_bytes_read
         self.num_dropped += other.num_dropped
@@ -269,7 +269,7 @@ class BuildTally:
             self.screened.add(other.screened)
 
     def describe_skipped(self) -> str:
-        """Return reasons and counts in words, most frequent first; empty if there are none."""
+        """Return the skip reasons with their counts, most frequent first; may be empty."""
         reasons = sorted(self.skipped.items(), key=lambda item: (-item[1], item[0]))
         return ", ".join(f"{count} {reason}{self._hint(reason)}" for reason, count in reasons)
 
@@ -279,13 +279,13 @@ class BuildTally:
         return f" ({'; '.join(parts)})" if parts else ""
 
     def describe_conversations(self) -> list[str]:
-        """Return one line per file, at most `_MAX_FILES`, and one for all others together."""
+        """Return one line per file, for at most `_MAX_FILES` files, and one line for the rest."""
         lines = [f"{place}, {tally.describe()}" for place, tally in self.conversations.items()]
         num_more = len(lines) - _MAX_FILES
         return lines if num_more <= 0 else [*lines[:_MAX_FILES], f"and {num_more} more such files"]
 
     def describe_suffixes(self) -> list[str]:
-        """Return a line with suffixes of files that were read because of their content, if any."""
+        """Return a line that lists the suffixes of files read because of their content, if any."""
         counts = [
             f"{count:,} {suffix}" for suffix, count in self.by_content.most_common(_MAX_FILES)
         ]
@@ -294,7 +294,7 @@ class BuildTally:
         return [f"read as text by content: {', '.join(counts + more)}"] if counts else []
 
     def described(self, report: str, *, nothing_skipped: str = "") -> str:
-        """Return a text report, preceded by what was found and followed by what was left out."""
+        """Return a report, preceded by what was found and followed by what was left out."""
         skipped = self.describe_skipped() or nothing_skipped
         lines = [*self.describe_conversations(), *self.describe_suffixes(), report]
         lines += [f"skipped: {skipped}"] if skipped else []
@@ -302,7 +302,7 @@ class BuildTally:
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what was found and left out as JSON values."""
+        """Return what was found and what was left out, as JSON values."""
         return {
             "skipped": dict(sorted(self.skipped.items())),
             "skipped_places": dict(sorted(self.skipped_places.items())),
@@ -324,7 +324,7 @@ class BuildTally:
 
 @dataclass(slots=True)
 class _Dropping:
-    """A context manager around the work on each record; a class, because a generator is slower."""
+    """Context manager around the work on one record. As a generator it would be slower."""
 
     tally: BuildTally
     place: str
@@ -348,7 +348,7 @@ class BuildReport:
         num_documents: number of documents in the index.
         num_tokens: number of tokens in the index, without separators.
         num_segments: number of segments in the index.
-        seconds: time taken, without loading the tokenizer.
+        seconds: duration of the build, without loading the tokenizer.
         tally: counts of what was read and what was left out.
     """
 
@@ -361,7 +361,7 @@ class BuildReport:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens indexed per second."""
+        """Number of tokens indexed per second."""
         return self.num_tokens / max(self.seconds, 1e-9)
 
     def to_json(self) -> dict[str, Any]:
@@ -400,16 +400,17 @@ class ChangeReport:
     Attributes:
         path: directory of the index.
         verb: "added", "removed" or "merged".
-        num_documents: number of documents that were; for a merge, how many fewer segments there
-            are.
-        num_tokens: number of their tokens, without separators.
+        num_documents: number of added or removed documents. For a merge: by how much the number of
+            segments fell.
+        num_tokens: number of tokens in these documents, without separators.
         num_segments: number of segments that the index has now.
-        num_older: number of older snapshots that are still being read, and stay until the next
-            change.
-        seconds: time taken.
+        num_older: number of older snapshots that readers still use. They stay on disk until the
+            next change.
+        seconds: duration of the change.
         tally: counts of what was read and what was left out.
-        num_replaced: number of documents that were replaced by added ones of the same name.
-        num_earlier: number of documents that stay although others of the same name were added.
+        num_replaced: number of old documents that were replaced by added ones of the same name.
+        num_earlier: number of old documents that stay although a document of the same name was
+            added.
     """
 
     path: str
@@ -447,8 +448,8 @@ class ChangeReport:
         lines = [self.tally.described(f"{self.path}: {what} in {self.seconds:.1f} s; {now}")]
         if self.num_older:
             lines.append(
-                f"{self.num_older} older snapshot(s) are still being read: their files go with the "
-                "next change or `compact` after their readers are done"
+                f"{self.num_older} older snapshot(s) are still being read: the next change or "
+                "`compact` removes their files once nothing reads them"
             )
         if self.num_replaced:
             lines.append(f"replaced: {self.num_replaced:,} document(s)")

@@ -1,4 +1,4 @@
-"""The errors of building, opening and checking an index, as one class hierarchy."""
+"""The error classes for building, opening and checking an index."""
 
 import errno
 from collections.abc import Iterator
@@ -8,36 +8,36 @@ from textwrap import shorten
 from typing import Final
 
 _MAX_REASON_CHARACTERS: Final = 500
-"""Longest reason: some libraries put a whole file or configuration into a message."""
+"""Longest reason to print. Some libraries put a whole file or configuration into a message."""
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the message of a library's error on one line; a system error without its path."""
+    """Return a library error's message on one line; for a system error, without the path."""
     said = getattr(error, "strerror", None) or str(error)
     text = shorten(said, _MAX_REASON_CHARACTERS, placeholder=" \u2026")
     return text or type(error).__name__
 
 
 class IndexerError(Exception):
-    """Base of every error that this package raises."""
+    """Base class of every error that this package raises."""
 
 
 class MissingPluginError(IndexerError):
-    """The request needs a plugin that is not part of this installation."""
+    """The request needs a plugin that is not installed."""
 
 
 class SourceError(IndexerError):
-    """A source is missing, or the sources hold nothing that can be indexed."""
+    """A source is missing, or the sources contain nothing that can be indexed."""
 
 
 class UnusableError(IndexerError):
-    """A document, a record or the rest of a file cannot be used; everything else still can.
+    """A document, a record or the rest of a file cannot be used. Reading continues after it.
 
     Args:
-        reason: reason under which it is counted; also the message.
-        remedy: what to do.
+        reason: reason under which it is counted; also the error message.
+        remedy: what the user can do.
     """
 
     def __init__(self, reason: str, remedy: str = "") -> None:
@@ -46,7 +46,7 @@ class UnusableError(IndexerError):
 
 
 class RefusedFileError(UnusableError):
-    """A file is not what its name says, or has nothing of what was requested."""
+    """A file does not have the type that its name implies, or lacks the requested content."""
 
 
 class TokenizerError(IndexerError):
@@ -54,7 +54,7 @@ class TokenizerError(IndexerError):
 
 
 class TokenizerMismatchError(IndexerError):
-    """An index was built for another tokenizer than the given one."""
+    """An index was built for a different tokenizer."""
 
 
 class IndexNotFoundError(IndexerError):
@@ -70,22 +70,22 @@ class IndexBusyError(IndexerError):
 
 
 class DamagedIndexError(IndexerError):
-    """An index lacks files, or has bytes that its builder did not write."""
+    """Files of an index are missing, or contain bytes that its builder did not write."""
 
 
 class FormatVersionError(IndexerError):
-    """An index has another format than this version reads."""
+    """An index has a format that this version cannot read."""
 
 
 @contextmanager
 def writing_to(path: Path) -> Iterator[None]:
-    """If the system refuses something in the block, raise an error that names the path.
+    """If writing fails inside the block, raise an error that names the path.
 
     Args:
         path: path that is written.
 
     Raises:
-        IndexerError: the disk is full or refuses.
+        IndexerError: the disk is full, or the system denies the write.
     """
     try:
         yield
@@ -96,10 +96,10 @@ def writing_to(path: Path) -> Iterator[None]:
 
 @contextmanager
 def needing_transformers(what: str) -> Iterator[None]:
-    """If the block does not find transformers, say what to install; most indexes do not need it.
+    """If transformers is missing inside the block, raise an error that says what to install.
 
     Args:
-        what: what needs transformers.
+        what: the feature that needs transformers, named in the error.
 
     Raises:
         TokenizerError: transformers is not installed.

@@ -1,13 +1,13 @@
-"""Command-line flags, derived from schemas of settings.
+"""Derives command-line flags from schemas of settings.
 
-A schema is a pydantic model, or a dataclass that validates itself; in a dataclass, fields with a
-description are flags. A command parameter that is annotated with a schema stands for one flag per
-field: a field `name` becomes `--name`, with the field's description as help and its type and bounds
-as check. With `Given[Schema]` the command gets only the flags that were given, for settings that a
-file and the environment may set as well. Validators are built at first use (`defer_build`), so that
-help does not wait for them.
+A schema is a pydantic model, or a dataclass that validates itself. In a dataclass, only fields with
+a description are flags. A command annotates a parameter with a schema, and each field of the schema
+becomes a flag: a field `name` becomes `--name`. The field's description is the help text, and its
+type and bounds are checked. With `Given[Schema]`, the command gets only the flags that the user
+gave; other settings may come from a file or the environment. Validators are built at first use
+(`defer_build`), so that `--help` stays fast.
 
-If a command has many flags, those of fields marked `RARE` are listed only by `--help-all`.
+If a command has many flags, fields marked `RARE` are listed only by `--help-all`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ AsJson = Annotated[
 ]
 
 _WHOLE: Final = 1000
-"""Characters of a command's first sentence to show in a list of commands: all of it."""
+"""Most characters of a command's first sentence in a list of commands; enough for all of it."""
 
 Schema = TypeVar("Schema")
 Command = Callable[..., None]
@@ -52,10 +52,10 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Metavar:
-    """The placeholder of a setting's value in the help.
+    """The placeholder for a setting's value in the help.
 
     Attributes:
-        name: name in capitals.
+        name: placeholder in capitals.
     """
 
     name: str
@@ -66,18 +66,18 @@ class _Rare:
 
 
 RARE: Final = _Rare()
-"""In the annotation of a setting: list its flag only in `--help-all`."""
+"""In a setting's annotation: list its flag only in `--help-all`."""
 
 _MOST_LISTED: Final = 25
-"""Commands with at most this many flags list all of them, even rare ones."""
+"""A command with at most this many flags lists all of them, even rare ones."""
 
 _ALL: Final = "indexer.flags.all"
-"""Key in a command's context: list every flag."""
+"""Key in a command's context that requests the list of all flags."""
 
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """In the annotation of a parameter: only these settings of its schema are flags.
+    """In a parameter's annotation: only these settings of the schema become flags.
 
     Attributes:
         names: names of the settings.
@@ -87,14 +87,14 @@ class Only:
 
 
 class Given(dict[str, object], Generic[Schema]):
-    """The flags of a schema that were given, by name."""
+    """The flags of a schema that the user gave, by name."""
 
 
 def with_flags(command: Command) -> Command:
-    """Give a command the flags of the schemas in the annotations of its parameters.
+    """Add flags to a command, from the schemas that annotate its parameters.
 
-    Flags are shown under the title of the schema that defines them, if it has one. A value that the
-    schema refuses ends the command with an error that names the flag, like every wrong flag.
+    The help groups flags under the title of the schema that defines them, if it has one. If the
+    schema rejects a value, the command ends with the usual error that names the flag.
     """
     parameters = Signature.from_callable(command).parameters.values()
     taken = {each.name: found for each in parameters if (found := _schema_in(each.annotation))}
@@ -129,7 +129,7 @@ _HELP_ALL: Final = "help_all"
 
 
 def _help_all(num_rare: int) -> Parameter:
-    """Return the flag that lists the options that the help leaves out."""
+    """Return the flag that lists the options omitted from the help."""
 
     def show(context: typer.Context, value: bool) -> None:  # noqa: FBT001  (typer calls it so)
         if value:
@@ -144,7 +144,7 @@ def _help_all(num_rare: int) -> Parameter:
 
 
 def settings_of(schema: type) -> Mapping[str, FieldInfo]:
-    """Return the settings of a schema that are flags, by name: those with a description."""
+    """Return the fields of a schema that are flags, by name: all fields with a description."""
     stated: Mapping[str, FieldInfo]
     if issubclass(schema, BaseModel):
         stated = schema.model_fields
@@ -158,7 +158,7 @@ def settings_of(schema: type) -> Mapping[str, FieldInfo]:
 
 
 def _stated(hint: Any) -> Any:
-    """Return an annotation with its `Flag`, if it has one, converted to pydantic's form."""
+    """Return an annotation whose `Flag`, if any, is converted to pydantic's form."""
     flag = next(
         (each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Flag)), None
     )
@@ -170,25 +170,25 @@ def _stated(hint: Any) -> Any:
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a setting; a trailing underscore only avoids a Python keyword."""
+    """Return the flag of a setting. A trailing underscore, which avoids a keyword, is dropped."""
     return "--" + name.rstrip("_").replace("_", "-")
 
 
 def is_secret(field: FieldInfo) -> bool:
-    """Return whether a setting's value must not be shown."""
+    """Return whether a setting is secret and must not be shown."""
     kinds = (field.annotation, *get_args(field.annotation))
     return any(isinstance(kind, type) and issubclass(kind, SecretStr) for kind in kinds)
 
 
 def expected_by(error: ValidationError) -> str:
-    """Return the expected value in words, for the end of a sentence."""
+    """Return what value was expected, worded to end a sentence."""
     said = error.errors(include_url=False)[0]["msg"]
     return said.removeprefix("Value error, ").replace("Input ", "it ", 1)
 
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """A schema in a parameter's annotation, with the settings that are flags, and its form."""
+    """The schema that annotates a parameter, its flags, and whether it was `Given[...]`."""
 
     schema: type
     settings: Mapping[str, FieldInfo]
@@ -196,7 +196,7 @@ class _Taken:
 
 
 def _schema_in(annotation: Any) -> _Taken | None:
-    """Return the schema that a parameter is annotated with, if any."""
+    """Return the schema in a parameter's annotation, if there is one."""
     only = next(
         (each for each in getattr(annotation, "__metadata__", ()) if type(each) is Only), None
     )
@@ -237,7 +237,7 @@ def _panel_of(name: str, schema: type) -> str | None:
 def _option(name: str, field: FieldInfo, panel: str | None, *, is_partial: bool) -> Any:
     flag, default = flag_of(name), field.default
     if field.annotation in (bool, bool | None) and (is_partial or default is True):
-        flag += f"/--no-{flag.removeprefix('--')}"  # a flag can override a file's setting
+        flag += f"/--no-{flag.removeprefix('--')}"  # so that a flag can override a setting file
     kind: Any = str if is_secret(field) else field.annotation
     if _is_list(field):
         kind = list[get_args(field.annotation)[0]]  # type: ignore[misc]  # known when it runs
@@ -256,13 +256,13 @@ def _option(name: str, field: FieldInfo, panel: str | None, *, is_partial: bool)
 
 
 def _described(field: FieldInfo, default: str | None) -> str:
-    """Return the help of a flag, with the default if the parser does not know it."""
+    """Return a flag's help text, with the default appended if the parser does not know it."""
     described = field.description or ""
     return described if default is None else f"{described}  [default: {default}]"
 
 
 def _told(name: str, default: object) -> str:
-    """Return a default as the parser shows it: for a pair of flags, the one that applies."""
+    """Return a default value as the parser shows it; for an on/off pair, the flag that applies."""
     flag = flag_of(name if default else f"no_{name}").removeprefix("--")
     return flag if isinstance(default, bool) else str(default)
 
@@ -272,7 +272,7 @@ def _is_path(kind: Any) -> bool:
 
 
 def _path(text: str | Path) -> Path:
-    """Return a path; an empty one would be the current directory.
+    """Return a path. An empty text is rejected, because it would mean the current directory.
 
     Raises:
         typer.BadParameter: the path is empty.
@@ -306,11 +306,11 @@ def _checked(schema: type[Any], given: Mapping[str, object]) -> Any:
         name, _, rest = str(error).partition(" ")
         if name not in settings_of(schema):
             raise
-        raise type(error)(f"{flag_of(name)} {rest}") from error  # starts with a setting
+        raise type(error)(f"{flag_of(name)} {rest}") from error  # the message starts with a setting
 
 
 def _model_of(schema: type) -> type[BaseModel]:
-    """Return a model that checks each setting of a dataclass separately."""
+    """Return a pydantic model that checks each setting of a dataclass separately."""
     stated = settings_of(schema)
     settings: Any = {name: (field.annotation, field) for name, field in stated.items()}
     return create_model(schema.__name__, **settings)
@@ -319,7 +319,7 @@ def _model_of(schema: type) -> type[BaseModel]:
 def _show_in_groups(command: TyperCommand | TyperGroup, context: Any, formatter: Any) -> None:
     """Write parameters under the titles of their groups.
 
-    Names are never cut: help that does not fit next to one starts below it.
+    Names are never cut. If a help text does not fit next to its name, it starts on the next line.
     """
     shown: dict[str, list[Any]] = {}
     rare = () if context.meta.get(_ALL) else getattr(command.callback, "rare", ())
@@ -336,7 +336,7 @@ def _show_in_groups(command: TyperCommand | TyperGroup, context: Any, formatter:
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose help shows its options in groups, with uncut names."""
+    """A command whose help shows its options in groups, with full names."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options."""
@@ -344,7 +344,7 @@ class GroupedCommand(TyperCommand):
 
 
 class Group(TyperGroup):
-    """A group of commands whose help shows options in the same way."""
+    """A group of commands whose help shows options in groups, with full names."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options and the commands."""
@@ -363,8 +363,8 @@ class CommandLine(typer.Typer):
     """One or several commands, with help that fits a terminal of 80 columns.
 
     Args:
-        help_: help for several commands; `None` for a single command, which has its own.
-        cls: class of the group of commands.
+        help_: help for several commands; `None` for a single command, which has its own help.
+        cls: class of the command group.
         epilog: text at the end of the help.
     """
 
@@ -385,7 +385,7 @@ class CommandLine(typer.Typer):
             **about,
         )
 
-    def command(  # type: ignore[override]  # of its options only those that are used here
+    def command(  # type: ignore[override]  # accepts only the option that this project uses
         self, name: str | None = None
     ) -> Callable[[Decorated], Decorated]:
         """Add a command, as `typer.Typer.command` does."""
@@ -393,12 +393,12 @@ class CommandLine(typer.Typer):
 
 
 def command_line(help_: str, commands: Mapping[str, str | Command]) -> typer.Typer:
-    """Return a command line whose commands may be imported only when they are named or listed.
+    """Return a command line that imports a command only when it is named or listed.
 
     Args:
         help_: help for the commands.
-        commands: for each name a function, or its location `module:function`, or the location of a
-            group of commands, `module:app`.
+        commands: maps each name to a function, to its location `module:function`, or to the
+            location `module:app` of a command group.
     """
 
     class Commands(Group):

@@ -1,8 +1,8 @@
-"""Starting a command line before its package is imported, and finding plugins.
+"""Starts a command line before its package is imported, and finds plugins.
 
-This module uses only the standard library, so that it can say which package to install. A plugin is
-a folder in `plugins` of its package, and an installation may lack it. Core code imports no plugin
-directly: it asks for one by name if a request needs it.
+This module uses only the standard library. So it can say which package to install if one is
+missing. A plugin is a folder in its package's `plugins` folder. An installation may lack it, so the
+core never imports a plugin directly. It loads a plugin by name when a request needs it.
 """
 
 import errno
@@ -21,21 +21,21 @@ from typing import Any, Final, NamedTuple
 from indexer.errors import MissingPluginError
 
 INTERRUPTED: Final = 130
-"""Exit status of a command that Ctrl-C ended, as in shells: 128 plus the signal's number."""
+"""Exit status after Ctrl-C, as in shells: 128 plus the signal's number."""
 
 TERMINATED: Final = 143
-"""The same for SIGTERM, which `kill`, a supervisor or a shutdown sends."""
+"""Exit status after SIGTERM, which `kill`, a supervisor or a shutdown sends."""
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PACKAGES: Final = ("indexer", "retriever", "decoder")
 
 
 class Flag(NamedTuple):
-    """In the annotation of a setting: it is a command-line flag; see `indexer.flags`.
+    """Marks a setting as a command-line flag, in its annotation; see `indexer.flags`.
 
     Attributes:
         help: help text, in sentences.
-        metavar: placeholder of its value.
+        metavar: placeholder of the value.
         least: lower bound of a number.
         most: upper bound of a number.
     """
@@ -49,21 +49,21 @@ class Flag(NamedTuple):
 FIELD_HELP: Final = (
     "Where a record has its text or its turns: a key or column, or an expression of JMESPath, such "
     "as 'data.answer' or '{prompt: data.question, output: data.answer}'. Records without it are "
-    "read in the shapes that are known."
+    "read in one of the known shapes."
 )
 """Help of `--field` in all commands that read records."""
 
 
 class Command(NamedTuple):
-    """A command, as known before anything is loaded.
+    """A command's description, available before its module is loaded.
 
     Attributes:
         name: word after `foredraft`.
         group: group in the help.
-        module: module with a function `main` that runs the command in `sys.argv`.
+        module: module with a function `main`, which runs the command in `sys.argv`.
         extra: extra to install if a library is missing.
         help: one-line description.
-        plugins: packages of plugins that it requires.
+        plugins: packages of the plugins that the command requires.
     """
 
     name: str
@@ -79,15 +79,15 @@ class Command(NamedTuple):
         return self.module.partition(".")[0]
 
     def absent(self) -> str | None:
-        """Return a required plugin that is not installed; `None` if all are."""
+        """Return a required plugin that is not installed, or `None` if all are."""
         return _first_absent(self.plugins)
 
 
 def is_installed(plugin: str) -> bool:
-    """Return whether a plugin's package, `decoder.plugins.trace`, exists, without loading it."""
+    """Return whether a plugin's package exists, without loading it: `decoder.plugins.trace`."""
     try:
         found = find_spec(plugin)
-    except ModuleNotFoundError:  # not even the folder of plugins exists
+    except ModuleNotFoundError:  # not even the `plugins` folder exists
         return False
     return found is not None and found.origin is not None  # an empty folder has no origin
 
@@ -100,12 +100,12 @@ def plugged(module: str, asked: str, *, needs: tuple[str, ...] = ()) -> Any:
     """Load a module of a plugin.
 
     Args:
-        module: full name of the module, `decoder.plugins.trace.trace`.
-        asked: option or argument that needs it, for the error.
+        module: full name of the module: `decoder.plugins.trace.trace`.
+        asked: option or argument that needs the plugin, named in the error.
         needs: further plugins that it needs.
 
     Raises:
-        MissingPluginError: the plugin, or one that it needs, is not part of this installation.
+        MissingPluginError: the plugin, or another one that it needs, is not installed.
     """
     absent = _first_absent((".".join(module.split(".")[:3]), *needs))
     if absent is not None:
@@ -114,16 +114,16 @@ def plugged(module: str, asked: str, *, needs: tuple[str, ...] = ()) -> Any:
 
 
 def launch(module: str, extra: str) -> None:
-    """Import commands and run them; Ctrl-C ends them at any time without a message.
+    """Import a command's module and run it. Ctrl-C ends it at any time without a message.
 
-    `--version` by itself is answered here, immediately and even if libraries are missing. Log
-    messages of the packages from INFO up go to standard error, one line each.
+    `--version` alone is answered here. That is immediate and works even if libraries are missing.
+    Log messages of level INFO and above go to standard error, one line each.
 
     Args:
         module: module with a function `main`.
         extra: extra to install if a library is missing.
     """
-    # Not an exception: libraries turn exceptions into their own errors while they are imported.
+    # Not an exception: while a library is imported, it may turn exceptions into its own errors.
     signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     _silence_libraries()
     if sys.argv[1:] == ["--version"]:
@@ -143,7 +143,7 @@ def launch(module: str, extra: str) -> None:
 
 
 def _silence_libraries() -> None:
-    """Suppress warnings that libraries print for developers, so that they do not mix with answers.
+    """Suppress library warnings meant for developers, so that they do not mix with the output.
 
     `python -W`, `PYTHONWARNINGS` and `TRANSFORMERS_VERBOSITY` turn them on again.
     """
@@ -155,21 +155,21 @@ def _silence_libraries() -> None:
 
 @contextmanager
 def whole_output() -> Iterator[None]:
-    """Exit with status 1 if any output of the block cannot be written, up to its last line.
+    """Exit with status 1 if any of the block's output, up to the last line, cannot be written.
 
-    A reader that is gone, such as `head`, is not reported as an error.
+    If the process that reads the output has ended, as `head` does early, no error is printed.
     """
     try:
         try:
             yield
         finally:
-            if sys.stdout is not None:  # None if it was closed from the start
+            if sys.stdout is not None:  # None if it was closed before the start
                 sys.stdout.flush()
     except OSError as error:
         is_gone = isinstance(error, BrokenPipeError)
         if not is_gone and (error.errno not in _FULL or error.filename is not None):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or exit fails too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise exit fails too
         sys.exit(1 if is_gone else f"error: the output cannot be written: {error.strerror}")
 
 
@@ -182,7 +182,7 @@ def version_line() -> str:
 
 
 def show_messages() -> None:
-    """Print log messages of the packages from INFO up to standard error."""
+    """Print the packages' log messages of level INFO and above to standard error."""
     for package in _PACKAGES:
         logger = logging.getLogger(package)
         logger.setLevel(logging.INFO)
@@ -192,10 +192,11 @@ def show_messages() -> None:
 
 @contextmanager
 def errors_in_one_line(*foreseen: type[BaseException]) -> Iterator[None]:
-    """Exit with status 1 if the block, or the decorated function, raises a foreseen error.
+    """Exit with status 1 if the block, or the decorated function, raises an expected error.
 
     Args:
-        foreseen: errors that say what to do; each is printed to standard error as one line.
+        foreseen: expected errors, whose messages say what to do. Each is printed as one line on
+            standard error.
     """
     try:
         yield
@@ -205,7 +206,7 @@ def errors_in_one_line(*foreseen: type[BaseException]) -> Iterator[None]:
 
 
 class _StandardError(logging.Handler):
-    """Prints to the current `sys.stderr`, which a progress bar may replace."""
+    """Prints to the current value of `sys.stderr`, which a progress bar may replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr)  # noqa: T201  (the output of a command)

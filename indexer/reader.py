@@ -1,8 +1,8 @@
-"""Opening an index: memory-mapped segments, and the document of a position.
+"""Opens an index: maps its segments into memory, and finds the document at a position.
 
 This module loads only numpy. Opening reads the snapshot and maps all other files, so it takes
-milliseconds for an index of any size. Or it holds copies of the files, which takes as long as
-reading them.
+milliseconds for an index of any size. With `hold`, it reads all files into memory instead, which
+takes longer.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,24 +36,24 @@ __all__ = [
 
 
 class Index:
-    """A snapshot of an index, open for reading. May be opened any number of times, in any thread.
+    """An open snapshot of an index. Several may be open at once, in any thread.
 
-    While it is open, no writer removes its files. It is closed with its last reference.
+    While a snapshot is open, no writer removes its files. It closes once nothing refers to it.
 
     Attributes:
         path: the index's directory.
-        vocabulary: vocabulary of the tokenizer that it was built with.
-        segments: parts of the index, in the order in which they were built.
+        vocabulary: vocabulary of the tokenizer that the index was built with.
+        segments: segments of the index, in the order in which they were built.
         phrases: the phrase tables of the segments.
-        number: number of the snapshot; higher after every change.
+        number: number of the snapshot; it rises with every change.
         published_s: when the snapshot was published, in seconds since 1970.
         num_tokens: number of tokens in all segments, without separators.
         num_documents: number of documents in all segments.
-        num_uncounted_tokens: number of tokens in segments that the phrase tables do not count yet.
-        keeps_texts: whether the texts of the documents are kept.
-        screening: what was removed from them.
+        num_uncounted_tokens: number of tokens in segments that the phrase tables do not cover yet.
+        keeps_texts: whether the texts of the documents are stored.
+        screening: what screening removed from the documents.
         num_bytes: size on disk of the snapshot file, all segments and the phrase tables.
-        is_held: whether copies of all files are held in memory; else they are mapped.
+        is_held: whether memory holds copies of all files; otherwise the files are mapped.
     """
 
     def __init__(
@@ -93,27 +93,27 @@ class Index:
     ) -> Self:
         """Open the latest snapshot of the index at `path`.
 
-        All files belong to one index, even if another replaces it at the same moment.
+        All files belong to one index, even if another index replaces it during the call.
 
-        Checks the snapshot's checksum and the sizes of all files. Their contents are not read, so
-        damaged bytes go unnoticed. `verify` finds them, and code that looks up positions and
-        entries must expect any value. If a mapped file is truncated, the next read behind its end
-        kills the process (SIGBUS). A held file can be truncated, overwritten and removed.
+        The snapshot's checksum and the sizes of all files are checked. File contents are not read,
+        so damaged bytes go unnoticed here. `verify` finds them. Code that looks up positions and
+        entries must expect any value. If a mapped file is truncated, the next read past its end
+        kills the process (SIGBUS). A held file can safely be truncated, overwritten or removed.
 
         Args:
             path: the index's directory.
-            vocabulary: vocabulary of the tokenizer whose tokens will be looked up; if given, an
-                index for another one is refused.
-            hold: whether to read all files into memory instead of mapping them; holders of the same
-                files in this process share one copy.
+            vocabulary: vocabulary of the tokenizer whose tokens will be looked up. If given, an
+                index with a different vocabulary is refused.
+            hold: whether to read all files into memory instead of mapping them. Indexes that hold
+                the same files in this process share one copy.
 
         Raises:
             IndexNotFoundError: there is no index.
-            DamagedIndexError: files are missing, have another size than was written, or are damaged
-                as far as is checked.
+            DamagedIndexError: files are missing or have the wrong size, or a check found damage.
             FormatVersionError: the index has another format.
             TokenizerMismatchError: the index was built with another tokenizer.
-            IndexerError: the folder cannot be opened, is replaced constantly, or there is not
+            IndexerError: the folder cannot be opened, is replaced constantly, or memory is too
+                small to hold it.
                 enough memory to hold it.
         """
         path = Path(path)
@@ -142,9 +142,9 @@ class Index:
             raise
 
     def is_latest(self) -> bool:
-        """Return whether this is still the latest snapshot at the path; takes some 20 us.
+        """Return whether this is still the latest snapshot at the path. Takes about 20 us.
 
-        False if the index is gone or unreadable; `reopened` then raises the reason.
+        Returns False if the index is gone or unreadable; `reopened` then raises the reason.
         """
         try:
             return self._held is not None and self._held.is_latest()
@@ -152,12 +152,12 @@ class Index:
             return False
 
     def reopened(self) -> Self:
-        """Open the latest snapshot at the path; this one stays open. Held if this one is.
+        """Open the latest snapshot at the path. This one stays open; `is_held` stays the same.
 
-        Segments and phrase tables that both have are shared objects, mapped or held once.
+        Segments and phrase tables that both snapshots have are shared, so they use memory once.
 
         Raises:
-            IndexerError: as for `open`; an index with another vocabulary than this one is refused.
+            IndexerError: as for `open`; an index with a different vocabulary is refused.
         """
         return from_same_folder(
             self.path,
@@ -171,7 +171,7 @@ class Index:
         return self._held.contents, Snapshot(self.segments, self.phrases)
 
     def document_at(self, segment: int, position: int) -> Document:
-        """Return the document that contains a token; a separator belongs to the one that it ends.
+        """Return the document that contains a token. A separator belongs to the document before it.
 
         Args:
             segment: index into `segments`.
@@ -197,7 +197,7 @@ class Index:
         return documents.document(number)
 
     def documents(self) -> Iterator[tuple[Document, int]]:
-        """Yield every document and its number of tokens, in order.
+        """Yield every document with its number of tokens, in order.
 
         Raises:
             DamagedIndexError: a document table is damaged.
@@ -219,11 +219,11 @@ class Index:
         return Snapshot(self.segments, self.phrases).mapped_arrays()
 
     def enter_resident_pages(self) -> None:
-        """Avoid page faults for pages that are in memory; see `opening.enter_resident_pages`."""
+        """Prevent page faults for pages already in memory; see `opening.enter_resident_pages`."""
         enter_resident_pages(self.mapped_arrays())
 
     def close(self) -> None:
-        """Release the snapshot. Arrays stay valid as long as they are referred to."""
+        """Release the snapshot. Arrays stay valid while something refers to them."""
         if self._held is not None:
             self._held.close()
             self._held = None

@@ -1,7 +1,7 @@
-"""The notebook in `examples/`, run from top to bottom in a kernel of its own.
+"""Runs the notebook in `examples/` from top to bottom, in a separate kernel.
 
-`python -m docs.site.notebook keep` runs it and keeps its outputs in the file, as readers on the
-web see them; `check` runs it and keeps nothing. Either ends with an error where a cell raises.
+`python -m docs.site.notebook keep` runs it and saves its outputs in the file, as shown on the web.
+`check` runs it and saves nothing. Both end with an error if a cell raises an exception.
 """
 
 import os
@@ -18,8 +18,8 @@ from traitlets.config import Config
 
 NOTEBOOK: Final = Path(__file__).parents[2] / "examples" / "first_index.ipynb"
 LONGEST_CELL_S: Final = 600
-LONGEST_START_S: Final = 120  # of a kernel, on a machine that is busy
-# Tag of cells whose output is seen where they run: a page of the viewer is larger than all else.
+LONGEST_START_S: Final = 120  # most seconds for a kernel to start, on a busy machine
+# Tag of cells whose output is not saved, because a viewer page is larger than everything else.
 NOT_KEPT: Final = "not-kept"
 
 
@@ -29,18 +29,18 @@ def read(path: Path) -> Any:
 
 
 def run(notebook: Any, folder: Path) -> None:
-    """Run the cells of a notebook, and put their outputs into it.
+    """Run the cells of a notebook, and store their outputs in it.
 
     Args:
-        notebook: is changed.
-        folder: where its kernel works.
+        notebook: notebook, which is changed.
+        folder: working folder of the kernel.
 
     Raises:
-        CellExecutionError: a cell raised; the message has the cell and its traceback.
+        CellExecutionError: a cell raised an exception; the message has the cell and its traceback.
     """
     commands = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     with tempfile.TemporaryDirectory() as sockets:
-        # No port that others on the machine could ask.
+        # IPC opens no network port that other users of the machine could connect to.
         transport = {"transport": "ipc", "ip": f"{sockets}/kernel"}
         client = NotebookClient(
             notebook,
@@ -54,7 +54,7 @@ def run(notebook: Any, folder: Path) -> None:
 
 
 def clean(notebook: Any) -> None:
-    """Leave what a reader wants to see: no times of execution, no warnings, no large pages."""
+    """Remove what no reader wants to see: execution times, warnings and large pages."""
     notebook.metadata = nbformat.from_dict(  # type: ignore[no-untyped-call]
         {
             "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -68,7 +68,7 @@ def clean(notebook: Any) -> None:
 
 
 def kept(outputs: list[Any]) -> list[Any]:
-    """Return outputs without what was written to standard error, in whole streams."""
+    """Return the outputs without standard error, with the pieces of each stream joined."""
     found: list[Any] = []
     for output in outputs:
         if output.output_type == "stream" and output.name == "stderr":
@@ -85,7 +85,7 @@ app: Final = typer.Typer(no_args_is_help=True, add_completion=False)
 
 @app.command()
 def keep(path: Annotated[Path, typer.Argument(help="The notebook.")] = NOTEBOOK) -> None:
-    """Run it, and keep the outputs in its file."""
+    """Run the notebook, and save the outputs in its file."""
     notebook = _run_or_end(path)
     clean(notebook)
     nbformat.write(notebook, path)  # type: ignore[no-untyped-call]
@@ -93,7 +93,7 @@ def keep(path: Annotated[Path, typer.Argument(help="The notebook.")] = NOTEBOOK)
 
 @app.command()
 def check(path: Annotated[Path, typer.Argument(help="The notebook.")] = NOTEBOOK) -> None:
-    """Run it, and keep nothing."""
+    """Run the notebook without saving anything."""
     _run_or_end(path)
 
 

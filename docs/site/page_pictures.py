@@ -1,7 +1,7 @@
-"""Pictures of what people see: the README, a page of the viewer, and a service's status page.
+"""Takes pictures of the README, a page of the trace viewer, and a service's status page.
 
-`python -m docs.site.page_pictures readme`, `trace` and `status` take them with a headless Chromium
-and write them to `docs/pictures/`. Look at each before it is kept.
+`python -m docs.site.page_pictures readme`, `trace` and `status` use a headless Chromium and write
+to `docs/pictures/`. Look at each picture before you commit it.
 """
 
 import re
@@ -32,17 +32,17 @@ PICTURES: Final = ROOT / "docs" / "pictures"
 TRACE: Final = PICTURES / "passes.jsonl.gz"
 BROWSERS: Final = ("chromium-headless-shell", "chromium", "chromium-browser")
 TENANTS: Final = ("acme", "globex", "initech")
-# The tenants' engines write code, and the index holds other code of the same project.
+# The tenants' engines generate code. The index contains other code of the same project.
 REPLAYED: Final = "retriever/*/*.py"
 INDEXED: Final = ("indexer", "decoder")
-PROMPT: Final = 64  # tokens
+PROMPT: Final = 64  # number of tokens
 LONGEST: Final = 1000
 BUDGET: Final = 16
-PASS_S: Final = 0.02  # of an engine that is quick
+PASS_S: Final = 0.02  # duration of one pass of a fast engine
 ADDRESS: Final = re.compile(r'address="(127\.0\.0\.1:\d+)"')
-SHORTEST: Final = 200  # characters of a paragraph that is replayed
+SHORTEST: Final = 200  # fewest characters of a paragraph to replay
 
-# As code hosts show a README: their measures and colours, by the reader's system.
+# Like a README on a code host: same sizes and colours, light or dark as the system is set.
 STYLE: Final = """
 :root { --ink: #1f2328; --paper: #fff; --line: #d1d9e0; --raised: #f6f8fa; --link: #0969da; }
 @media (prefers-color-scheme: dark) {
@@ -65,14 +65,14 @@ th, td { border: 1px solid var(--line); padding: 6px 13px; }
 
 
 def readme_page(text: str) -> str:
-    """Return a README as a page that shows it as code hosts do, with its pictures."""
+    """Return a page that shows a README and its pictures as code hosts do."""
     body = MarkdownIt("commonmark", {"html": True}).enable("table").render(text)
     head = f'<meta charset="utf-8"><base href="{ROOT.as_uri()}/"><style>{STYLE}</style>'
     return f"<!doctype html><html><head>{head}</head><body><main>{body}</main></body></html>"
 
 
 def take(address: str, output: Path, width: int, height: int) -> None:
-    """Write what a browser's window of a size in pixels shows of a page."""
+    """Write a picture of a page, as a browser window of this size in pixels shows it."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         raise SystemExit("error: no Chromium is installed (chromium-headless-shell)")
@@ -92,7 +92,7 @@ def take(address: str, output: Path, width: int, height: int) -> None:
 
 
 def take_page(html: str, output: Path, width: int, height: int, fragment: str = "") -> None:
-    """Write what a browser's window shows of a page, at the place that a fragment names."""
+    """Write a picture of a page, scrolled to the place that a URL fragment names."""
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
         page.write_text(html, encoding="utf-8")
@@ -101,7 +101,7 @@ def take_page(html: str, output: Path, width: int, height: int, fragment: str = 
 
 @contextmanager
 def serving(folder: Path, index: Path, tenants: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Run a service that tenants may use; yield its status page's address, and their tokens."""
+    """Run a service for tenants; yield the address of its status page, and the tenants' tokens."""
     access = folder / "access"
     tokens = [
         foredraft("access", "token", tenant, "--access", str(access)).split()[-1]
@@ -125,7 +125,7 @@ def serving(folder: Path, index: Path, tenants: Sequence[str]) -> Iterator[tuple
 
 
 def wait_until_ready(address: str, timeout_s: float = 120.0) -> None:
-    """Wait until a service takes calls."""
+    """Wait until a service is ready for calls."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         try:
@@ -137,13 +137,13 @@ def wait_until_ready(address: str, timeout_s: float = 120.0) -> None:
 
 
 def replay(address: str, token: str, outputs: Sequence[TokenIds], end_s: float) -> None:
-    """Draft for outputs, one after the other, as an engine does that is to write them.
+    """Draft for outputs one after another, like an engine that generates them.
 
     Args:
-        address: of the service.
-        token: of a tenant.
-        outputs: what is written, by token ids.
-        end_s: when to stop, on the monotonic clock; the last session stays open.
+        address: address of the service.
+        token: a tenant's access token.
+        outputs: token ids of each output.
+        end_s: when to stop, on the monotonic clock. The last session stays open.
     """
     drafter = RemoteDrafter(address, credentials=Credentials(token=token))
     for number, output in enumerate(cycle(outputs)):
@@ -160,7 +160,7 @@ def replay(address: str, token: str, outputs: Sequence[TokenIds], end_s: float) 
 
 
 def foredraft(*arguments: str) -> str:
-    """Run a command of ours, and return what it printed."""
+    """Run a foredraft command, and return what it printed."""
     command = [sys.executable, "-m", "foredraft", *arguments]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
@@ -170,27 +170,27 @@ app: Final = typer.Typer(no_args_is_help=True, add_completion=False)
 
 @app.command("readme")
 def readme_command(
-    output: Annotated[Path, typer.Option(help="The picture.")] = PICTURES / "readme.png",
+    output: Annotated[Path, typer.Option(help="File to write.")] = PICTURES / "readme.png",
 ) -> None:
-    """Picture the top of the README."""
+    """Take a picture of the top of the README."""
     take_page(readme_page((ROOT / "README.md").read_text()), output, 900, 1000)
 
 
 @app.command("trace")
 def trace_command(
-    output: Annotated[Path, typer.Option(help="The picture.")] = PICTURES / "trace.png",
+    output: Annotated[Path, typer.Option(help="File to write.")] = PICTURES / "trace.png",
 ) -> None:
-    """Picture pass 24 of the kept trace."""
+    """Take a picture of pass 24 of the saved trace."""
     steps, note = read_as_far(TRACE)
     take_page(page_of(steps, "passes.jsonl", note), output, 1200, 980, fragment="#24")
 
 
 @app.command("status")
 def status_command(
-    output: Annotated[Path, typer.Option(help="The picture.")] = PICTURES / "status.png",
+    output: Annotated[Path, typer.Option(help="File to write.")] = PICTURES / "status.png",
     seconds: Annotated[float, typer.Option(help="How long three tenants draft.")] = 180.0,
 ) -> None:
-    """Picture the status page of a service that three tenants use."""
+    """Take a picture of the status page of a service that three tenants use."""
     tokenizer = load_tokenizer(DEFAULT_MODEL)
     pages = [path.read_text() for path in sorted(ROOT.glob(REPLAYED))]
     outputs = [np.asarray(tokenizer.encode(page)[:LONGEST], np.int32) for page in pages]

@@ -1,7 +1,7 @@
-"""The pictures of the README: a chart of kept results, and the demo as an animated terminal.
+"""Draws the README's pictures: a chart of saved results, and the demo as an animated terminal.
 
-`python -m docs.site.pictures chart` and `terminal` draw them from files in `benchmarks/results/`
-and write them to `docs/pictures/`; `record` runs the demo and keeps its output with times, for
+`python -m docs.site.pictures chart` and `terminal` read files in `benchmarks/results/` and write
+pictures to `docs/pictures/`. `record` runs the demo and saves its output with times, for
 `terminal`.
 """
 
@@ -24,7 +24,7 @@ PICTURES: Final = ROOT / "docs" / "pictures"
 RESULT: Final = ROOT / "benchmarks" / "results" / "decoding" / "2026-11-22-spec-bench-bfloat16.json"
 RECORDING: Final = ROOT / "benchmarks" / "results" / "decoding" / "2026-11-22-demo.jsonl"
 
-# Names of Spec-Bench's categories in words; the others are words already.
+# Readable names of Spec-Bench categories; all other names are readable already.
 WORDS: Final = {
     "math": "mathematics",
     "math_reasoning": "word problems",
@@ -35,7 +35,7 @@ WORDS: Final = {
     "summarization": "summaries",
 }
 
-# One card, light or dark as the reader's system is.
+# One card, light or dark as the reader's system is set.
 CHART_STYLE: Final = """
 text { font: 15px system-ui, "Segoe UI", "Liberation Sans", Helvetica, Arial, sans-serif;
   fill: #1f2328 }
@@ -49,10 +49,10 @@ text { font: 15px system-ui, "Segoe UI", "Liberation Sans", Helvetica, Arial, sa
   .plain { fill: #78838f } .passes { fill: #2f5f9e } .drafts { fill: #5aa7ff }
 }"""
 
-WIDTH: Final = 480  # narrow, so that text is legible where a page is
+WIDTH: Final = 480  # narrow, so that text stays legible on a narrow page
 LABEL_END: Final = 126
 BARS_FROM: Final = 134
-BARS_WIDTH: Final = 250  # of the fastest; the figures stand behind it
+BARS_WIDTH: Final = 250  # width of the longest bar; its figures are to the right
 ROW: Final = 32
 FIRST_ROW: Final = 116
 
@@ -62,10 +62,10 @@ class Pace:
     """Tokens per second on one workload.
 
     Attributes:
-        workload: its name, in words.
-        plain: of `model.generate`.
-        undrafted: of this decoder's loop without drafts: its passes are quicker.
-        drafted: of the same loop with drafts.
+        workload: name of the workload, in words.
+        plain: tokens per second of `model.generate`.
+        undrafted: tokens per second of foredraft's loop without drafts, whose passes are faster.
+        drafted: tokens per second of foredraft's loop with drafts.
     """
 
     workload: str
@@ -75,7 +75,7 @@ class Pace:
 
 
 def paces(result: Mapping[str, Any]) -> list[Pace]:
-    """Return the pace of each category of a report of `foredraft bench --json`, fastest first."""
+    """Return the pace of each category in a report of `foredraft bench --json`, fastest first."""
     found = [
         Pace(
             WORDS.get(name, name),
@@ -89,7 +89,7 @@ def paces(result: Mapping[str, Any]) -> list[Pace]:
 
 
 def chart(result: Mapping[str, Any]) -> str:
-    """Return an SVG of tokens per second, plain and with drafts, by workload."""
+    """Return an SVG chart of tokens per second by workload, plain and with drafts."""
     rows = paces(result)
     scale = BARS_WIDTH / max(pace.drafted for pace in rows)
     notes = (
@@ -117,7 +117,7 @@ def chart(result: Mapping[str, Any]) -> str:
 
 
 def legend(y: int) -> Iterator[str]:
-    """Yield what the colours mean."""
+    """Yield the chart's legend."""
     x = 20
     for name, words, width in (
         ("plain", "plain generate", 138),
@@ -130,7 +130,7 @@ def legend(y: int) -> Iterator[str]:
 
 
 def bars(pace: Pace, place: int, scale: float) -> Iterator[str]:
-    """Yield one row: its name, the plain bar, the drafted one in two parts, and the figures."""
+    """Yield one row: its name, the plain bar, the two-part bar with drafts, and the figures."""
     y = FIRST_ROW + ROW * place
     yield text(LABEL_END, y + 17, pace.workload, anchor="end")
     yield bar("plain", BARS_FROM, y + 2, pace.plain * scale)
@@ -147,14 +147,14 @@ def bar(name: str, x: float, y: int, width: float) -> str:
 
 
 def text(x: int, y: int, words: str, style: str = "", anchor: str = "start") -> str:
-    """Return a line of text of a picture."""
+    """Return a line of text for a picture."""
     kind = f' class="{style}"' if style else ""
     ends = f' text-anchor="{anchor}"' if anchor != "start" else ""
     return f'<text x="{x}" y="{y}"{kind}{ends}>{escape(words)}</text>'
 
 
 def card(width: int, height: int) -> str:
-    """Return the ground of a picture of this size in pixels."""
+    """Return the background of a picture of this size in pixels."""
     return f'<rect class="card" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8"/>'
 
 
@@ -166,7 +166,7 @@ def svg_opening(width: int, height: int, title: str) -> str:
     )
 
 
-# A terminal is dark in either scheme, so that its colours are the same for everybody.
+# The terminal is dark in both schemes, so its colours are the same for everybody.
 TERMINAL_STYLE: Final = """
 text { font: 12.6px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace;
   fill: #d6dde5; white-space: pre }
@@ -177,7 +177,7 @@ COLUMNS: Final = 80
 TERMINAL_WIDTH: Final = 640
 LINE: Final = 18
 SCREEN_FROM: Final = 58
-LONGEST_PAUSE_S: Final = 1.2  # of the picture, however long the demo took there
+LONGEST_PAUSE_S: Final = 1.2  # longest pause in the picture, even if the demo paused for longer
 SHORTEST_PAUSE_S: Final = 0.15
 SHOWN_AT_END_S: Final = 9.0
 IS_RATIO: Final = re.compile(r"\d\.\d\dx")
@@ -185,14 +185,14 @@ IS_RATIO: Final = re.compile(r"\d\.\d\dx")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a program's output, and when it came, in seconds from the program's start."""
+    """A line of a program's output, and its time in seconds since the program started."""
 
     at_s: float
     words: str
 
 
 def record(command: list[str]) -> Iterator[Line]:
-    """Run a command that prints for people, and yield its lines as they come, errors included."""
+    """Run a command, and yield its output lines, including errors, as they appear."""
     environment = {**os.environ, "COLUMNS": str(COLUMNS), "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
     start = time.monotonic()
     with subprocess.Popen(
@@ -201,11 +201,11 @@ def record(command: list[str]) -> Iterator[Line]:
         for line in process.stdout or ():
             yield Line(round(time.monotonic() - start, 2), line.rstrip())
     if process.returncode:
-        raise SystemExit(f"error: the demo ended with {process.returncode}: nothing is kept")
+        raise SystemExit(f"error: the demo ended with {process.returncode}: nothing is saved")
 
 
 def shortened(lines: list[Line]) -> list[float]:
-    """Return when each line appears in the picture, pauses cut short, in seconds."""
+    """Return when each line appears in the picture, in seconds, with long pauses shortened."""
     times: list[float] = []
     now, before = 1.5, 0.0
     for line in lines:
@@ -216,7 +216,7 @@ def shortened(lines: list[Line]) -> list[float]:
 
 
 def terminal(lines: list[Line]) -> str:
-    """Return an SVG of a terminal in which these lines appear; all at once without animation."""
+    """Return an SVG of a terminal in which lines appear over time; all at once if not animated."""
     times = shortened(lines)
     end = times[-1] + SHOWN_AT_END_S
     height = SCREEN_FROM + LINE * (len(lines) + 1) + 14
@@ -240,7 +240,7 @@ def terminal(lines: list[Line]) -> str:
 
 
 def appearance(place: int, at_s: float, end_s: float) -> str:
-    """Return the rules by which a line is there from a time on, again in every round."""
+    """Return the CSS rules that show a line from a certain time on, in every loop."""
     share = 100 * at_s / end_s
     frames = f"0%, {share:.2f}% {{ opacity: 0 }} {share + 0.01:.2f}%, 100% {{ opacity: 1 }}"
     rule = f".l{place} {{ animation: a{place} {end_s:.2f}s infinite }}"
@@ -248,7 +248,7 @@ def appearance(place: int, at_s: float, end_s: float) -> str:
 
 
 def read_recording(path: Path) -> list[Line]:
-    """Return the lines of a recording that `record` kept."""
+    """Return the lines of a recording that `record` saved."""
     return [Line(*json.loads(line)) for line in path.read_text().splitlines()]
 
 
@@ -258,7 +258,7 @@ app: Final = typer.Typer(no_args_is_help=True, add_completion=False)
 @app.command("chart")
 def chart_command(
     result: Annotated[Path, typer.Argument(help="A report of `foredraft bench --json`.")] = RESULT,
-    output: Annotated[Path, typer.Option(help="The picture.")] = PICTURES / "speed.svg",
+    output: Annotated[Path, typer.Option(help="File to write.")] = PICTURES / "speed.svg",
 ) -> None:
     """Draw tokens per second by workload."""
     output.write_text(chart(json.loads(result.read_text())))
@@ -266,8 +266,8 @@ def chart_command(
 
 @app.command("terminal")
 def terminal_command(
-    recording: Annotated[Path, typer.Argument(help="What `record` kept.")] = RECORDING,
-    output: Annotated[Path, typer.Option(help="The picture.")] = PICTURES / "demo.svg",
+    recording: Annotated[Path, typer.Argument(help="File that `record` wrote.")] = RECORDING,
+    output: Annotated[Path, typer.Option(help="File to write.")] = PICTURES / "demo.svg",
 ) -> None:
     """Draw the demo as an animated terminal."""
     output.write_text(terminal(read_recording(recording)))
@@ -275,9 +275,9 @@ def terminal_command(
 
 @app.command("record")
 def record_command(
-    output: Annotated[Path, typer.Option(help="Where the lines go.")] = RECORDING,
+    output: Annotated[Path, typer.Option(help="File to write.")] = RECORDING,
 ) -> None:
-    """Run the demo, and keep what it prints and when."""
+    """Run the demo, and save its output lines with their times."""
     lines = list(record([sys.executable, str(ROOT / "benchmarks" / "demo.py")]))
     output.write_text("".join(json.dumps([line.at_s, line.words]) + "\n" for line in lines))
 

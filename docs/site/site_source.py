@@ -1,6 +1,6 @@
-"""Lays out what the site is built from: all pages, those made from the code filled in.
+"""Collects the pages from which the site is built, and fills in pages generated from the code.
 
-`python docs/site/site_source.py` writes to `build/site-source`; `make docs` then builds the site.
+`python docs/site/site_source.py` writes to `build/site-source`. `make docs` then builds the site.
 """
 
 import os
@@ -24,13 +24,13 @@ SOURCE: Final = ROOT / "build" / "site-source"
 STYLE: Final = Path(__file__).parent / "site.css"
 MARK: Final = re.compile(r"<!-- made from the code: (\w+) -->")
 LINK: Final = re.compile(r"\]\(([^)\s:#]+)")
-# The pages; what they link to is copied as well. All lies as in the repository: links are relative.
+# The site's pages; linked files are copied too. Links are relative, so the layout stays the same.
 PAGES: Final = ("README.md", "CHANGELOG.md", "benchmarks/README.md", "docs")
 NOT_COPIED: Final = ("node_modules", "__pycache__", "site", "*.pyc")
 
 
 def main() -> None:
-    """Write the source of the site anew."""
+    """Write the source of the site from scratch."""
     shutil.rmtree(SOURCE, ignore_errors=True)
     for name in PAGES:
         copy(ROOT / name)
@@ -54,7 +54,7 @@ def copy(original: Path) -> None:
 
 
 def copy_linked() -> None:
-    """Copy the files that pages link to, and those that these link to."""
+    """Copy the files that pages link to, and the files that copied pages link to."""
     pages = sorted(SOURCE.rglob("*.md"))
     while pages:
         page = pages.pop()
@@ -67,20 +67,20 @@ def copy_linked() -> None:
 
 
 def listing(folder: Path) -> str:
-    """Return a page that lists the files of a folder, pages by their title."""
+    """Return a page that lists the files of a folder. Pages are listed by title."""
     names = sorted(path.name for path in folder.iterdir())
     lines = [f"- [{title(folder / name)}]({name})" for name in names]
     return f"# {folder.name.capitalize()}\n\n" + "\n".join(lines) + "\n"
 
 
 def title(path: Path) -> str:
-    """Return the first heading of a page, of other files the name."""
+    """Return the first heading of a page, or the name of any other file."""
     found = re.search(r"^# (.+)$", path.read_text(), re.MULTILINE) if path.suffix == ".md" else None
     return found[1] if found else path.name
 
 
 def link_to_listings() -> None:
-    """Have links to a folder lead to its listing: a site has pages alone."""
+    """Replace links to folders by links to their listings, because a site consists of pages."""
     for page in SOURCE.rglob("*.md"):
         text = re.sub(r"(\]\([^)\s:#]*(?:decisions|deploy)/)\)", r"\1index.md)", page.read_text())
         page.write_text(text)
@@ -100,7 +100,7 @@ def commands() -> str:
 
 
 def help_of(words: tuple[str, ...], flag: str = "--help") -> str:
-    """Return what `--help` prints, or `--help-all` where there is that, 80 columns wide."""
+    """Return the output of `--help-all`, or of `--help` if there is no such option, 80 columns."""
     printed = StringIO()
     terminal = {"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}
     with (
@@ -117,13 +117,13 @@ def help_of(words: tuple[str, ...], flag: str = "--help") -> str:
 
 
 def inner_commands(text: str) -> list[str]:
-    """Return the names of the commands that the help of a group lists."""
+    """Return the names of the commands that a group's help lists."""
     _, _, listed = text.partition("\nCommands:\n")
     return re.findall(r"^  (\w[\w-]*) ", listed.partition("\n\n")[0], re.MULTILINE)
 
 
 def settings() -> str:
-    """Return what `foredraft config` prints where nothing is set."""
+    """Return the output of `foredraft config` with default settings."""
     clean = {name: value for name, value in os.environ.items() if "FOREDRAFT" not in name}
     command = [sys.executable, "-m", "foredraft", "config"]
     done = subprocess.run(command, cwd=ROOT, env=clean, check=True, capture_output=True, text=True)
@@ -131,13 +131,13 @@ def settings() -> str:
 
 
 def wire() -> str:
-    """Return the contracts as they stand."""
+    """Return the text of the proto files."""
     files = sorted((ROOT / "proto" / "retriever" / "v1").glob("*.proto"), reverse=True)
     return "\n".join(f"## {path.name}\n\n```proto\n{path.read_text()}```\n" for path in files)
 
 
 def python() -> str:
-    """Return a directive for each public name; the site's generator reads their docstrings."""
+    """Return a directive for each public name; the site generator reads their docstrings."""
     names = sorted(vars(foredraft)["__all__"], key=str.lower)
     return "\n".join(f"::: foredraft.{name}\n" for name in names if name != "errors")
 

@@ -1,4 +1,4 @@
-r"""Drafts over gRPC from the contract alone: without foredraft, from stubs that protoc makes of it.
+r"""Drafts over gRPC with the contract alone: protoc generates stubs, and foredraft is not needed.
 
     pip install grpcio grpcio-tools
     python -m grpc_tools.protoc -I proto --python_out=. --grpc_python_out=. \
@@ -15,11 +15,11 @@ import grpc
 
 from retriever.v1 import retriever_pb2 as pb, retriever_pb2_grpc as calls
 
-PATIENCE_S = 0.05  # about a pass of the model: without a draft by then, decode without one
+PATIENCE_S = 0.05  # about one pass of the model; without a draft by then, decode without one
 
 
 class Sequence:
-    """A sequence that the service drafts for."""
+    """A sequence for which the service drafts."""
 
     def __init__(self, channel: grpc.Channel, name: str, prompt: list[int], token: str) -> None:
         self.stub = calls.RetrieverServiceStub(channel)
@@ -29,7 +29,7 @@ class Sequence:
         self.stub.OpenSession(opening, metadata=self.metadata, timeout=10)
 
     def step(self, tokens: list[int], nodes: int = 8) -> tuple[list[int], list[int]]:
-        """Commit tokens; return the drafted ones and their parents, none if that takes too long."""
+        """Commit tokens; return the draft's tokens and parents, both empty if it takes too long."""
         self.length += len(tokens)
         step = pb.SessionStep(
             session_id=self.name, new_token_ids=tokens, length=self.length, budget_nodes=nodes
@@ -44,7 +44,7 @@ class Sequence:
         return list(tree.token_ids), list(tree.parents)
 
     def close(self) -> str:
-        """End the sequence, whose output is kept for later ones; return where."""
+        """End the sequence. Its output is saved for later drafts. Return the save status."""
         closing = pb.CloseSessionRequest(session_id=self.name, length=self.length)
         ended = self.stub.CloseSession(closing, metadata=self.metadata, timeout=10)
         return pb.SaveStatus.Name(ended.save_status)

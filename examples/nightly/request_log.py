@@ -1,18 +1,20 @@
-"""Keeps what an OpenAI-compatible server was asked and what it answered, one file a day.
+"""Logs the requests to an OpenAI-compatible server and its answers, in one file per day.
 
-An ASGI middleware without further packages, for vLLM and any other server that takes one:
+This ASGI middleware needs no further packages. It works with vLLM and any server that takes ASGI
+middleware:
 
     export REQUEST_LOG=logs PYTHONPATH=examples/nightly
     vllm serve MODEL --middleware request_log.RequestLog
 
-`logs/2026-11-22.jsonl` then holds a line `{"time": ..., "request": ..., "response": ...}` for every
-answer that ended on that day (UTC), as `foredraft build` and `foredraft estimate` read them.
+`logs/2026-11-22.jsonl` then has a line `{"time": ..., "request": ..., "response": ...}` for every
+answer that ended on that day (UTC). `foredraft build` and `foredraft estimate` read these files.
 
-- Streamed answers are put together to what the same request would have got without a stream. One
-  that the client gave up is kept as far as it came, with `"is_aborted": true`.
-- An answer never waits for the log: lines are made and written in a thread. What cannot be written
-  is lost to the log alone, and that is said once.
-- Files are their owner's alone. Headers, and so credentials, are not kept; what users wrote is.
+- A streamed answer is logged as the answer to the same request without streaming. If the client
+  disconnected, the part sent so far is logged with `"is_aborted": true`.
+- An answer never waits for the log, because a thread formats and writes the lines. If a line cannot
+  be written, only the log loses it, and one message reports that.
+- Only the owner can read the files. They contain what users wrote, but no headers and so no
+  credentials.
 - Several processes may write to one folder.
 """
 
@@ -32,15 +34,15 @@ from pathlib import Path
 from typing import Any, Final
 
 FOLDER_VARIABLE: Final = "REQUEST_LOG"
-"""Names the folder of the logs. Variables with FOREDRAFT_ would be taken for settings of drafts."""
+"""Environment variable with the log folder. With the prefix FOREDRAFT_, it would be a setting."""
 
 PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 MAX_RECORD_BYTES: Final = 16 << 20
-"""Longest request and answer that are kept; together with images they may be longer."""
+"""Most bytes of a request and its answer together; longer ones are not logged."""
 
 MAX_WAITING_BYTES: Final = 64 << 20
-"""Most that waits to be written: the disk is slower than the server, then, or hangs."""
+"""Most bytes that wait to be written. More means that the disk is slower than the server."""
 
 _FLUSH_S: Final = 5.0
 _OK: Final = 200
@@ -59,14 +61,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Exchange:
-    """A request and its answer, as they pass by.
+    """A request and its answer, collected while they pass through.
 
     Attributes:
         request: the request's body.
-        answer: the answer's body, as far as it came.
-        status: of HTTP; 0 before the answer began.
-        is_whole: whether the answer came to its end.
-        is_too_long: whether more came than is kept; the bodies are empty, then.
+        answer: the answer's body so far.
+        status: HTTP status; 0 before the answer started.
+        is_whole: whether the answer is complete.
+        is_too_long: whether the exchange exceeds the size limit; then both bodies are empty.
     """
 
     request: bytearray = field(default_factory=bytearray)
@@ -79,12 +81,12 @@ class Exchange:
         return len(self.request) + len(self.answer)
 
     def note_request(self, message: Message) -> None:
-        """Note a message from the client."""
+        """Record a message from the client."""
         if message["type"] == "http.request":
             self._add(self.request, message)
 
     def note_answer(self, message: Message) -> None:
-        """Note a message to the client."""
+        """Record a message to the client."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
         elif message["type"] == "http.response.body":
@@ -102,11 +104,11 @@ class Exchange:
 
 
 class RequestLog:
-    """The middleware.
+    """The ASGI middleware that logs requests and answers.
 
     Args:
         app: the application that answers.
-        folder: of the logs; made if it is missing. Default: the one that `REQUEST_LOG` names.
+        folder: log folder, created if missing. By default, the folder that `REQUEST_LOG` names.
 
     Raises:
         ValueError: no folder is named.
@@ -120,7 +122,7 @@ class RequestLog:
         self._writer = _Writer(Path(named))
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer a request, and note both."""
+        """Answer a request, and log the request and its answer."""
         if scope["type"] != "http" or not str(scope["path"]).endswith(PATHS):
             await self._app(scope, receive, send)
             return
@@ -142,12 +144,12 @@ class RequestLog:
                 self._writer.put(exchange)
 
     def close(self) -> None:
-        """Wait, for some seconds at most, until all is written; also done at the process's end."""
+        """Wait a few seconds at most until everything is written. Also runs at process exit."""
         self._writer.close()
 
 
 class _Writer:
-    """Writes exchanges in a thread, and says once that some were lost."""
+    """Writes exchanges in a thread. If some are lost, it logs that only once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -158,7 +160,7 @@ class _Writer:
         self._num_lost: Counter[str] = Counter()
 
     def put(self, exchange: Exchange) -> None:
-        """Hand over what is to be written; returns at once."""
+        """Queue an exchange for writing; returns at once."""
         with self._lock:
             if exchange.is_too_long:
                 self._lose(_TOO_LONG, f"more than {MAX_RECORD_BYTES} bytes")
@@ -167,7 +169,7 @@ class _Writer:
                 self._lose(_TOO_SLOW, f"{self._num_waiting_bytes} bytes wait for {self._folder}")
                 return
             self._num_waiting_bytes += len(exchange)
-            if self._thread is None:  # not before: a server may fork until it answers
+            if self._thread is None:  # not earlier, because a server may fork before it answers
                 self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
                 self._thread.start()
                 atexit.register(self.close)
@@ -217,10 +219,10 @@ class _Writer:
 
 
 def line_of(exchange: Exchange, now: datetime) -> bytes:
-    """Return an exchange as a line of JSON; empty if the answer had not begun.
+    """Return an exchange as a line of JSON; empty if the answer had not started.
 
     Raises:
-        Exception: of any kind, where a body is not as the interface has it.
+        Exception: of any kind, if a body does not match the API.
     """
     request = json.loads(exchange.request)
     is_streamed = isinstance(request, dict) and bool(request.get("stream"))
@@ -234,24 +236,24 @@ def line_of(exchange: Exchange, now: datetime) -> bytes:
     if not exchange.is_whole:
         record["is_aborted"] = True
     text = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
-    return text.encode("utf-8", "replace") + b"\n"  # half a surrogate pair is no UTF-8
+    return text.encode("utf-8", "replace") + b"\n"  # half a surrogate pair is not valid UTF-8
 
 
 def append(path: Path, line: bytes) -> None:
-    """Append a line to a file, whole or not at all, whoever else does so at the same time.
+    """Append a line to a file, whole or not at all, even if other processes append as well.
 
     Raises:
-        OSError: the disk is full or refuses.
+        OSError: the disk is full, or the system denies the write.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(path, flags, 0o600)
     try:
-        with suppress(OSError):  # a file system without locks: lines of one process stay whole
+        with suppress(OSError):  # without file locks, lines of a single process still stay whole
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            line = b"\n" + line  # its writer was killed: that line alone is lost
+            line = b"\n" + line  # a writer was killed, and only its own line is lost
         try:
             _write_all(descriptor, line)
         except OSError:
@@ -268,10 +270,10 @@ def _write_all(descriptor: int, content: bytes) -> None:
 
 
 def assembled(stream: bytes | bytearray) -> dict[str, Any] | None:
-    """Return the answer that a stream of server-sent events makes; None if it says nothing.
+    """Return the answer that a stream of server-sent events contains; None if there is none.
 
-    Of the Responses API the last event holds the whole answer: without it there is none. Elsewhere
-    each event holds what is new of each choice.
+    In the Responses API, the last event has the whole answer; without it, there is no answer. In
+    other APIs, each event has the new part of each choice.
     """
     answer: dict[str, Any] = {}
     choices: dict[int, dict[str, Any]] = {}
@@ -290,23 +292,23 @@ def assembled(stream: bytes | bytearray) -> dict[str, Any] | None:
 
 
 def _events(stream: bytes | bytearray) -> Iterator[dict[str, Any]]:
-    """Yield the events of a stream that hold an object; one that was cut off is left out."""
+    """Yield the events of a stream that contain an object. A truncated event is left out."""
     text = stream.decode("utf-8", "replace").replace("\r\n", "\n")
     for block in text.split("\n\n"):
         lines = (line for line in block.split("\n") if line.startswith("data:"))
         data = "\n".join(line.removeprefix("data:").removeprefix(" ") for line in lines)
-        with suppress(ValueError):  # `[DONE]`, or cut off
+        with suppress(ValueError):  # `[DONE]`, or a truncated event
             event = json.loads(data)
             if isinstance(event, dict):
                 yield event
 
 
 _WRITTEN: Final = frozenset({"content", "reasoning", "reasoning_content", "refusal", "arguments"})
-"""Keys of texts that come in pieces; others, such as the name of a tool, come whole."""
+"""Keys of texts that arrive in pieces. Other values, such as a tool's name, arrive whole."""
 
 
 def _add_choice(choice: dict[str, Any], event: dict[str, Any]) -> None:
-    """Add what an event says of a choice: a piece of a message, or of a text."""
+    """Add an event's part of a choice: a piece of a message, or of a text."""
     for key, value in event.items():
         if key == "delta":
             _add_delta(choice.setdefault("message", {}), value)
@@ -329,7 +331,7 @@ def _add_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
 
 
 def _add_calls(calls: list[dict[str, Any]], deltas: list[dict[str, Any]]) -> None:
-    """Add pieces of tool calls; the number of the call that a piece is of comes with it."""
+    """Add pieces of tool calls. Each piece states the number of its call."""
     for delta in deltas:
         number = delta.get("index", len(calls))
         known = next((call for call in calls if call.get("index") == number), None)

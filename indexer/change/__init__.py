@@ -1,1 +1,1 @@
-"""Changing an existing index, rebuilding it for another tokenizer, and verifying it."""
+"""Changes, verifies and rebuilds an existing index, for instance for another tokenizer."""

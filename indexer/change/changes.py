@@ -1,4 +1,4 @@
-"""Changing an existing index: adding documents, removing them, merging small segments."""
+"""Changes an existing index: adds documents, removes documents, and merges small segments."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,12 +46,13 @@ def add_documents(
     options: BuildOptions = DEFAULTS,
     on_progress: OnProgress | None = None,
 ) -> ChangeReport:
-    """Add documents to an index, as new segments; those that it already has are left out.
+    """Add documents to an index, as new segments. Documents already in the index are left out.
 
-    Documents of the index with the same name as an added one but another text are replaced or
-    counted; see `BuildOptions.replace`. Documents are screened at least as those of the index were.
-    Readers keep their snapshot until they reopen the index. Texts are kept if the index keeps its
-    texts. If the index already has all documents, nothing is published.
+    An indexed document may have the same name as an added one but a different text. It is then
+    replaced or counted; see `BuildOptions.replace`. Added documents are screened at least as
+    strictly as the indexed ones. Processes that read the index keep their snapshot until they
+    reopen it. Texts are stored if the index stores its texts. If the index already has all
+    documents, nothing is published.
 
     Args:
         path: directory of the index.
@@ -100,20 +101,20 @@ def remove_documents(
     patterns: Iterable[str] = (),
     options: BuildOptions = DEFAULTS,
 ) -> ChangeReport:
-    """Remove documents; once no reader is left, no file of the index has any trace of them.
+    """Remove documents. Once nobody reads the old snapshot, no file has any trace of them.
 
-    Segments that contain them are rewritten without them, and so are the phrase tables. Files that
-    readers still have open stay until the next change; the report says so.
+    Segments that contain the documents are rewritten without them. The phrase tables are rewritten,
+    too. Files that other processes still have open stay until the next change. The report says so.
 
     Args:
         path: directory of the index.
         names: names of documents, as the index lists them.
-        patterns: patterns of such names, as in the shell: `*`, `?` and `[…]`.
+        patterns: patterns of document names, as in the shell: `*`, `?` and `[…]`.
         options: where to run.
 
     Raises:
         IndexBusyError: another process is changing the index.
-        SourceError: a name or a pattern matches no document, or no document would be left.
+        SourceError: a name or a pattern matches no document, or no document would remain.
         DamagedIndexError: files that stay are damaged.
         IndexerError: the index cannot be written.
     """
@@ -134,10 +135,10 @@ def remove_documents(
 
 
 def compact(path: Path | str, options: BuildOptions = DEFAULTS) -> ChangeReport:
-    """Merge neighbouring segments that fit into one, and count all of them in the phrase tables.
+    """Merge adjacent segments that fit into one, and cover all segments in the phrase tables.
 
-    Look-ups are faster with fewer segments. If there is nothing to merge and everything is counted,
-    nothing is published.
+    Look-ups are faster with fewer segments. If there is nothing to merge and the phrase tables
+    cover everything, nothing is published.
 
     Args:
         path: directory of the index.
@@ -155,7 +156,7 @@ def compact(path: Path | str, options: BuildOptions = DEFAULTS) -> ChangeReport:
         groups = _neighbours(_parts_of(writer), most)
         segments = _regrouped(building, writer, groups)
         phrases = before.phrases
-        if before.num_uncounted_tokens == 0:  # they do not depend on the division into segments
+        if before.num_uncounted_tokens == 0:  # how segments are divided does not change the tables
             phrases = replace(phrases, segments=tuple(record.name for record in segments))
         contents = replace(before, segments=segments, phrases=phrases)
         _publish(building, writer, contents, exact=True)
@@ -179,7 +180,7 @@ def _parts_of(writer: IndexWriter) -> list[Part]:
 
 
 def _without_earlier(writer: IndexWriter, added: Sequence[Piece]) -> tuple[list[Piece], int]:
-    """Return the index without documents of the same name as added ones, and how many those are."""
+    """Return the index without documents named like added ones, and the number of these."""
     names = {
         table.name_bytes(number)
         for piece in added
@@ -220,7 +221,7 @@ def _screen_of(writer: IndexWriter, asked: Screening | None) -> Screening | None
 
 
 def _check_tokenizer(writer: IndexWriter) -> None:
-    """Check that there is a stored tokenizer, and its checksum."""
+    """Check that the index has a stored tokenizer, and check its checksum."""
     if writer.contents.tokenizer is None:
         raise IndexerError(
             f"{writer.folder} was built from token ids and has no tokenizer: build it again"
@@ -229,7 +230,7 @@ def _check_tokenizer(writer: IndexWriter) -> None:
 
 
 def _neighbours(parts: Iterable[Part], most: int) -> list[list[Piece]]:
-    """Group neighbours that fit into one segment."""
+    """Group adjacent parts that fit into one segment."""
     groups: list[list[Piece]] = []
     length = most
     for part in parts:
@@ -244,7 +245,7 @@ def _neighbours(parts: Iterable[Part], most: int) -> list[list[Piece]]:
 def _regrouped(
     building: Building, writer: IndexWriter, groups: Sequence[Sequence[Piece]]
 ) -> tuple[SegmentRecord, ...]:
-    """Return a segment for each group: the existing one if it equals the group, or a new one."""
+    """Return a segment for each group: an existing segment that equals the group, or a new one."""
     folder = writer.folder / SEGMENTS_FOLDER
     records = {folder / record.name: record for record in writer.contents.segments}
     present = [_segment_of(group, records) for group in groups]
@@ -260,14 +261,14 @@ def _regrouped(
 def _segment_of(
     group: Sequence[Piece], records: Mapping[Path, SegmentRecord]
 ) -> SegmentRecord | None:
-    """Return the segment that equals a group; `None` if there is none."""
+    """Return the segment that equals a group, or `None` if there is none."""
     if len(group) == 1 and group[0].runs == group[0].part.whole:
         return records.get(group[0].part.folder)
     return None
 
 
 def _check_sound(folder: Path, record: SegmentRecord) -> None:
-    """Check files before they are copied, since a new checksum would hide damage."""
+    """Check files before they are copied, because a new checksum would hide damage."""
     for name, file in record.files.items():
         if name not in _NOT_COPIED:
             check_file(folder / name, file)
@@ -276,7 +277,7 @@ def _check_sound(folder: Path, record: SegmentRecord) -> None:
 def _publish(
     building: Building, writer: IndexWriter, contents: Contents, *, exact: bool = False
 ) -> None:
-    """Publish contents with phrase tables for them, unless they are published already."""
+    """Publish contents with matching phrase tables, unless they are already published."""
     last = max(int(record.name) for record in contents.segments)
     contents = replace(contents, next_segment=max(contents.next_segment, last + 1))
     phrases = building.phrases(writer.next_number, contents, always=exact)

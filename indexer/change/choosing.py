@@ -1,4 +1,4 @@
-"""Selecting documents of an index by name, and listing them."""
+"""Selects documents of an index by name, and lists them."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Choice:
             raise SourceError("no document is named: name some, or a pattern of their names")
 
     def takes(self, name: str) -> bool:
-        """Return whether a document of this name is chosen."""
+        """Return whether a document with this name is selected."""
         found = {pattern for pattern in self._patterns if fnmatchcase(name, pattern)}
         if name in self._names:
             found.add(name)
@@ -40,7 +40,7 @@ class Choice:
         return bool(found)
 
     def left(self, documents: DocumentTable) -> list[tuple[int, int]]:
-        """Return the starts and ends of ranges of documents that are not chosen."""
+        """Return the starts and ends of ranges of documents that are not selected."""
         chosen = [self.takes(documents.name(number)) for number in range(len(documents))]
         return kept_runs(~np.array(chosen, np.bool_))
 
@@ -48,7 +48,7 @@ class Choice:
         """Check that each name and each pattern has matched a document so far.
 
         Raises:
-            SourceError: one has not.
+            SourceError: a name or a pattern has matched no document.
         """
         if self._unfound:
             first, *more = sorted(self._unfound)
@@ -64,9 +64,9 @@ class ListedDocument:
     """A document in a list.
 
     Attributes:
-        name: where the text came from.
+        name: origin of the text.
         licence: licence; empty if unknown.
-        num_tokens: number of its tokens.
+        num_tokens: number of tokens in the document.
     """
 
     name: str
@@ -78,18 +78,18 @@ class ListedDocument:
         return {"name": self.name, "licence": self.licence, "tokens": self.num_tokens}
 
     def describe(self) -> str:
-        """Return the document as one line of text, its name last."""
+        """Return the document as one line of text that ends with its name."""
         return f"{self.num_tokens:>9,}  {self.licence or '-':<12}  {self.name}"
 
 
 def list_documents(path: Path | str, patterns: Iterable[str] = ()) -> Iterator[ListedDocument]:
     """Yield the documents of an index in order, or those whose names match a pattern.
 
-    The index stays open until all are taken.
+    The index stays open until the last document is yielded.
 
     Args:
         path: directory of the index.
-        patterns: patterns as in the shell; none for all documents.
+        patterns: patterns as in the shell; if empty, all documents are listed.
 
     Raises:
         IndexerError: as for `Index.open`.

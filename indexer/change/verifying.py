@@ -1,4 +1,4 @@
-"""Verifying an index: checksums, suffix order, document tables and phrase tables."""
+"""Verifies an index: checksums, suffix order, document tables and phrase tables."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,23 +28,23 @@ from indexer.stages.phrase_writer import write_phrases
 from indexer.stages.segments import first_token_starts, suffix_keys
 
 _STRIDE: Final = 1 << 22
-"""Elements that are checked at a time, so that temporary arrays take some tens of MB."""
+"""Number of elements to check at a time, so that temporary arrays take tens of MB."""
 
 _FIRST_COMPARED: Final = 64
-"""Tokens of two suffixes that are compared first. Most neighbours differ within them; only the
-others are read further."""
+"""Tokens to compare first in two adjacent suffixes. Most pairs differ within them; only the other
+pairs are read further."""
 
 _SAMPLING_SEED: Final = 0
-"""Fixed seed, so that a second run checks the same neighbours."""
+"""Fixed seed, so that a second run checks the same pairs of suffixes."""
 
 
 def find_inconsistencies(segment: Segment, vocabulary_size: int, num_samples: int) -> Iterator[str]:
-    """Yield the errors of a segment, in words; nothing if it is sound.
+    """Yield the errors of a segment, in words; nothing if it is intact.
 
     Args:
         segment: segment whose files have the sizes in the catalog.
         vocabulary_size: largest token id plus one.
-        num_samples: number of neighbouring suffixes whose complete order is checked.
+        num_samples: number of adjacent suffix pairs whose complete order is checked.
     """
     tokens, suffixes = segment.tokens, segment.suffixes
     is_separator = tokens == separator_of(tokens.dtype)
@@ -64,7 +64,7 @@ def find_inconsistencies(segment: Segment, vocabulary_size: int, num_samples: in
     elif len(segment.keys) and not np.array_equal(
         segment.keys, suffix_keys(tokens, suffixes, vocabulary_size)
     ):
-        yield "the suffix keys are not those of the suffixes"
+        yield "the suffix keys do not match the suffixes"
 
 
 def find_wrong_documents(documents: DocumentTable) -> Iterator[str]:
@@ -87,7 +87,7 @@ def _parts_documents(is_separator: NDArray[np.bool_], document_starts: NDArray[n
 
 
 def _covers_tokens(suffixes: NDArray[np.uint32], is_separator: NDArray[np.bool_]) -> bool:
-    """Return whether suffixes, as many as there are tokens, include each position."""
+    """Return whether suffixes, whose number equals that of tokens, include each position."""
     seen = is_separator.copy()
     for piece in _pieces(suffixes):
         if np.any(piece >= len(seen)) or np.any(is_separator[piece]):
@@ -118,7 +118,7 @@ def _neighbours_rise(tokens: Tokens, suffixes: NDArray[np.uint32], num_samples: 
 
 
 def _precedes(tokens: Tokens, first: int, second: int) -> bool:
-    """Return whether the suffix at `first` sorts before the one at `second`."""
+    """Return whether the suffix at `first` sorts before the suffix at `second`."""
     length = _FIRST_COMPARED
     while max(first, second) < len(tokens):
         left, right = tokens[first : first + length], tokens[second : second + length]
@@ -136,18 +136,18 @@ def _pieces(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
 
 
 DEFAULT_SAMPLES: Final = 10_000
-"""Neighbours in each suffix array whose complete order is checked. Checksums find damage; this
-finds errors of a builder, which show in far fewer samples."""
+"""Adjacent suffix pairs in each suffix array whose complete order is checked. Checksums detect
+damage. This check detects errors of a builder, which appear in far fewer samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The findings of `verify_index`.
+    """The result of `verify_index`.
 
     Attributes:
         path: directory of the index.
         num_segments: number of checked segments.
-        findings: errors, one sentence each; empty for a sound index.
+        findings: errors, one sentence each; empty for an intact index.
     """
 
     path: str
@@ -171,11 +171,11 @@ class Verification:
 
 
 def verify_index(path: Path | str, num_samples: int = DEFAULT_SAMPLES) -> Verification:
-    """Check an index: all checksums, all positions, the order of sampled suffixes, and the phrases.
+    """Check an index: all checksums and positions, the order of sampled suffixes, the phrases.
 
     Args:
         path: directory of the index.
-        num_samples: number of neighbours in each suffix array whose order is checked.
+        num_samples: number of adjacent pairs in each suffix array whose order is checked.
 
     Raises:
         IndexNotFoundError: there is no index.
@@ -224,7 +224,7 @@ def _check_segment(
 
 
 def _check_phrases(path: Path, contents: Contents, *, segments_are_sound: bool) -> Iterator[str]:
-    """Yield the errors of the phrase tables; counts are only compared if the segments are sound."""
+    """Yield the phrase tables' errors. Counts are compared only if the segments are intact."""
     record, size = contents.phrases, contents.vocabulary.size
     folder = path / PHRASES_FOLDER / record.name
     damaged = list(_check_files(folder, record.files))
@@ -241,7 +241,7 @@ def _check_phrases(path: Path, contents: Contents, *, segments_are_sound: bool) 
             scratch, place = Path(name, "branches"), Path(name, "tables")
             expected = write_phrases(Serial(), path, counted, size, scratch, place)
         if any(FileRecord.of_file(folder / each) != expected[each] for each in expected):
-            yield "the phrase tables are not those of the segments"
+            yield "the phrase tables do not match the segments"
 
 
 def _check_files(folder: Path, files: Mapping[str, FileRecord]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The writer of an existing index: one at a time, publishing each change in one step."""
+"""The writer of an existing index. Only one writes at a time, and each change is one step."""
 
 import os
 import shutil
@@ -35,7 +35,7 @@ class IndexWriter:
         folder: directory of the index.
         contents: contents of the latest snapshot.
         next_number: number of the next snapshot.
-        num_older: number of older snapshots that stay because they are still being read.
+        num_older: number of older snapshots that stay because processes still read them.
     """
 
     def __init__(self, folder: Path, number: int, contents: Contents, num_older: int) -> None:
@@ -45,10 +45,10 @@ class IndexWriter:
         self.num_older = num_older
 
     def publish(self, contents: Contents) -> None:
-        """Publish contents as the latest snapshot, and remove files that no reader needs.
+        """Publish contents as the latest snapshot, and remove files that no process needs.
 
         Raises:
-            IndexerError: the disk is full or refuses; the index is unchanged.
+            IndexerError: the disk is full, or the system denies the write; the index is unchanged.
         """
         _sync_new(self.folder, contents, self.contents)
         publish(self.folder, self.next_number, contents)
@@ -61,11 +61,12 @@ class IndexWriter:
 def writing(path: Path, command: str) -> Iterator[IndexWriter]:
     """Be the only writer of an index during the block.
 
-    Leftovers of killed writers are removed first, and those of this writer if it fails.
+    Files that killed writers left behind are removed first. If this writer fails, its own files are
+    removed as well.
 
     Args:
         path: directory of the index.
-        command: the writer's command, for messages of other processes.
+        command: the writer's command, which other processes show in messages.
 
     Raises:
         IndexNotFoundError: there is no index.
@@ -86,12 +87,12 @@ def writing(path: Path, command: str) -> Iterator[IndexWriter]:
 
 
 def collect_garbage(folder: Path) -> int:
-    """Remove older snapshots that are not being read, and the files that only they list.
+    """Remove older snapshots that nobody reads, and the files that only these snapshots list.
 
     Files that cannot be removed stay for the next writer. The caller must hold the lock.
 
     Returns:
-        The number of older snapshots that are left.
+        The number of older snapshots that remain.
     """
     *older, latest = published_numbers(folder)
     left = [number for number in older if not _remove_unread(folder, number)]
@@ -99,7 +100,7 @@ def collect_garbage(folder: Path) -> int:
         with suppress(OSError):
             partial.unlink()
     shutil.rmtree(folder / SCRATCH_FOLDER, ignore_errors=True)
-    with suppress(IndexerError):  # an unreadable snapshot may list anything
+    with suppress(IndexerError):  # a snapshot that cannot be read may list any file
         listed = {place for number in (*left, latest) for place in _listed(folder, number)}
         for name in (SEGMENTS_FOLDER, PHRASES_FOLDER):
             for place in _numbered(folder / name) - listed:
@@ -120,7 +121,7 @@ def _listed(folder: Path, number: int) -> set[Path]:
 
 
 def _places(folder: Path, contents: Contents) -> set[Path]:
-    """Return the folders of everything that contents list."""
+    """Return the folders of all segments and phrase tables in some contents."""
     segments = {folder / SEGMENTS_FOLDER / record.name for record in contents.segments}
     return segments | {folder / PHRASES_FOLDER / contents.phrases.name}
 
@@ -132,7 +133,7 @@ def _numbered(folder: Path) -> set[Path]:
 
 
 def _sync_new(folder: Path, contents: Contents, before: Contents) -> None:
-    """Wait until the names of new folders and of the files in them are on disk."""
+    """Wait until the names of new folders, and of the files in them, are on disk."""
     new = _places(folder, contents) - _places(folder, before)
     for place in sorted(new | {place.parent for place in new}):
         with writing_to(place):

@@ -31,9 +31,7 @@ from indexer.sources import SourceOptions
 from indexer.stages.build_options import BuildOptions
 from indexer.tokenizer import DEFAULT_MODEL, load_core
 
-app = CommandLine(
-    "Turn text into an index that drafts are looked up in, and maintain such indexes."
-)
+app = CommandLine("Build and maintain indexes of texts, from which drafts come.")
 
 
 @app.command()
@@ -57,9 +55,9 @@ def build(
         typer.Option(
             metavar="MODEL",
             rich_help_panel="Index",
-            help="The tokenizer of the model that will decode: a hub id, a folder or a .gguf "
-            "file. An index serves only models with this tokenizer. Default: that of the index "
-            f"that is replaced, else {DEFAULT_MODEL}.",
+            help="The tokenizer of the target model: a hub id, a folder or a .gguf file. An index "
+            "works only for models with this tokenizer. Default: the tokenizer of the index that "
+            f"is replaced, otherwise {DEFAULT_MODEL}.",
         ),
     ] = None,
     from_index: Annotated[
@@ -68,8 +66,8 @@ def build(
             "--from",
             metavar="INDEX",
             rich_help_panel="Index",
-            help="Instead of sources: the documents of an index that was built with --keep-texts, "
-            "unchanged, for another tokenizer.",
+            help="Instead of sources, use the documents of an index that was built with "
+            "--keep-texts, for instance to rebuild it for another tokenizer.",
         ),
     ] = None,
     found: SourceOptions,
@@ -109,11 +107,11 @@ def build(
 
 
 def _kept_of(output: Path, options: BuildOptions) -> str:
-    """Describe what a build that ends early leaves."""
+    """Describe what a build leaves behind if it is interrupted."""
     index = f"{output} is unchanged" if output.exists() else f"there is no index at {output}"
     if not options.resume:
-        return f"{index}; with --resume, what was read and sorted would have been kept"
-    return f"{index}; what was read and sorted is kept next to it: the same command continues there"
+        return f"{index}; with --resume, what was read and sorted would have been saved"
+    return f"{index}; what was read and sorted is saved next to it: the same command goes on"
 
 
 app.command("add")(add_command)
@@ -129,22 +127,22 @@ def documents(
         list[str] | None,
         typer.Option(
             metavar="GLOB",
-            help="Only those whose whole name matches: * matches any characters, slashes too, "
-            "? for one. May be given several times.",
+            help="Only documents whose whole name matches. * matches any characters, including "
+            "slashes; ? matches one. May be given several times.",
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per document, one a line.")
+        bool, typer.Option("--json", help="Print one JSON object per line for each document.")
     ] = False,
 ) -> None:
-    """List the documents of an index in order: tokens, licence and name of each."""
+    """List the documents of an index in order, with tokens, licence and name."""
     for document in list_documents(path, matching or []):
         show(document, as_json=as_json)
 
 
 @app.command()
 def inspect(path: IndexPath, *, as_json: AsJson = False) -> None:
-    """Show what an index holds and which tokenizer it is for."""
+    """Show what an index contains and which tokenizer it is for."""
     show(summarise(path), as_json=as_json)
 
 
@@ -153,7 +151,7 @@ def verify(
     path: IndexPath,
     *,
     samples: Annotated[
-        int, typer.Option(min=0, help="Neighbouring suffixes per segment whose order is checked.")
+        int, typer.Option(min=0, help="Adjacent suffix pairs per segment whose order is checked.")
     ] = DEFAULT_SAMPLES,
     as_json: AsJson = False,
 ) -> None:
@@ -168,7 +166,7 @@ def verify(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; an error of ours prints one line on stderr and exits with status 1."""
+    """Run the command line. An IndexerError prints one line on stderr and exits with status 1."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     with errors_in_one_line(IndexerError):

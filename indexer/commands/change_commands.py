@@ -38,12 +38,12 @@ def add_command(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Add documents to an index, while it is read.
+    """Add documents to an index. It can be read meanwhile.
 
     Documents that the index already has are left out, so the same sources may be named again. The
-    earlier version of a changed text stays, unless --replace is given. The tokenizer is the one
-    that the index was built with, and its screening (--redact, --exclude-phrases) applies again.
-    Readers find the new documents when they reopen the index.
+    earlier version of a changed text stays, unless --replace is given. The index's own tokenizer is
+    used, and its screening (--redact, --exclude-phrases) applies again. Programs see the new
+    documents when they reopen the index.
 
     For example: foredraft add my.index answers-of-today.jsonl
     """
@@ -74,8 +74,8 @@ def remove_command(
         typer.Option(
             metavar="GLOB",
             rich_help_panel="Documents",
-            help="Every document whose whole name matches: * matches any characters, slashes "
-            "too, ? for one. May be given several times.",
+            help="Every document whose whole name matches. * matches any characters, including "
+            "slashes; ? matches one. May be given several times.",
         ),
     ] = None,
     dry_run: Annotated[
@@ -89,10 +89,11 @@ def remove_command(
     work: WorkSettings,
     as_json: AsJson = False,
 ) -> None:
-    """Remove documents from an index, while it is read.
+    """Remove documents from an index. It can be read meanwhile.
 
-    No trace of them stays in its files once no reader has the earlier snapshot open; the report
-    says if one has. Segments that contain them and the phrase tables are rewritten.
+    No trace of the documents stays in the index's files, once no program has the earlier snapshot
+    open. The report says if one has. The phrase tables, and segments with such documents, are
+    rewritten.
 
     For example: foredraft remove my.index --matching 'src/vendor/*'
     """
@@ -114,10 +115,10 @@ def compact_command(
     work: WorkSettings,
     as_json: AsJson = False,
 ) -> None:
-    """Merge small segments, and count added documents in the phrase tables, while it is read.
+    """Merge small segments, and count added documents in the phrase tables.
 
-    Every `add` makes at least one segment, and look-ups take longer with more segments. Also
-    removes the files of snapshots that are no longer being read.
+    The index can be read meanwhile. Every `add` creates at least one segment, and look-ups take
+    longer with more segments. The command also removes files of snapshots that nobody reads.
     """
     show(compact(path, replace(index, engine=work.chosen())), as_json=as_json)
 

@@ -1,4 +1,4 @@
-"""Settings that several commands share, one schema per set."""
+"""Settings that several commands share, with one schema for each set."""
 
 import json
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ from indexer.stages.screening import SCREENING, Screening
 
 IndexPath = Annotated[Path, typer.Argument(metavar="DIR", help="The index's folder.")]
 SOURCE_HELP: Final = (
-    "Folders (searched for text and code; of a git repository the tracked files), files of text, "
-    "records in .jsonl, .json, .csv and .parquet files, datasets saved to disk, the same as .gz or "
-    ".zst where they are text, and - for standard input. A record holds a text (--field) or a "
+    "Folders (searched for text and code; in a git repository, the tracked files), text files, "
+    "records in .jsonl, .json, .csv and .parquet files, datasets saved to disk, and - for standard "
+    "input. Text formats may be compressed (.gz, .zst). A record contains a text (--field) or a "
     "conversation (--turns): `messages` of OpenAI, `conversations` of ShareGPT, prompt and output, "
-    "instruction and output, question and answer, request and response of a server. What is "
-    "closest to what the model will write helps most."
+    "instruction and output, question and answer, request and response of a server. Texts that are "
+    "most like the model's future output help most."
 )
 
 
@@ -40,16 +40,16 @@ class ScreenSettings(BaseModel):
         Path | None,
         Metavar("FILE"),
         Field(
-            description="Leave out documents that contain a phrase of this list: UTF-8, one a "
-            "line; blank lines and lines that begin with # are comments, and \\# begins a phrase "
-            "with #. The report names phrases by line, never by text."
+            description="Leave out documents that contain a phrase of this list: UTF-8, one phrase "
+            "per line. Blank lines and lines that start with # are comments; \\# starts a phrase "
+            "with #. The report identifies phrases by line, never by text."
         ),
     ] = None
     exclude_scope: Annotated[
         Literal["document", "line"],
         Field(
             description="Leave out the whole document, or only the lines that contain a phrase. A "
-            "document whose name contains one is left out in either case."
+            "document whose name contains a phrase is left out in either case."
         ),
     ] = "document"
     exclude_ignore_case: Annotated[
@@ -59,16 +59,16 @@ class ScreenSettings(BaseModel):
         bool,
         Field(
             description="Replace keys, tokens, private keys, passwords in URLs and e-mail "
-            "addresses by [REDACTED], in texts and names, before anything is indexed. Nothing is "
+            "addresses with [REDACTED], in texts and names, before anything is indexed. Nothing is "
             "sent anywhere. Needs: pip install 'foredraft[redact]'."
         ),
     ] = False
 
     def options(self) -> Screening | None:
-        """Return the options with the phrases of the file; None if there is nothing to screen for.
+        """Return the screening, with the phrases of the file; None if there is nothing to screen.
 
         Raises:
-            MissingPluginError: screening is not part of this installation.
+            MissingPluginError: the screening plugin is not installed.
             IndexerError: the phrase file cannot be read.
         """
         path = self.exclude_phrases
@@ -100,8 +100,8 @@ class WorkSettings(BaseModel):
         str,
         Metavar("|".join(ENGINES)),
         Field(
-            description="Where to work: in several processes, on Ray (folders must be shared by "
-            "all its machines), or in this process alone. The index is the same."
+            description="Where to work: in several processes, on Ray (all its machines must share "
+            "the folders), or in this process alone. The index is the same."
         ),
     ] = ENGINES[0]
     workers: Annotated[
@@ -112,9 +112,9 @@ class WorkSettings(BaseModel):
         str | None,
         Metavar("SIZE"),
         Field(
-            description="Memory for all processes together, like 4G. Fewer run at once, and "
-            "segments are smaller, if it would not suffice otherwise. Default: half of what is "
-            "available."
+            description="Memory for all processes together, such as 4G. If it is short, fewer "
+            "processes run at once, and segments are smaller. Default: half of the available "
+            "memory."
         ),
     ] = None
 
@@ -128,8 +128,8 @@ DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run",
-        help="Read the sources and say what would be indexed: files, conversations, first words, "
-        "and what would be skipped. Nothing is written.",
+        help="Read the sources and report what would be indexed: files, conversations, first "
+        "words, and what would be skipped. Nothing is written.",
         rich_help_panel="Documents",
     ),
 ]
@@ -142,8 +142,8 @@ def show_preview(
 
     Args:
         sources: sources to read.
-        options: how to read them.
-        into: index that they would be added to; documents that it has are left out.
+        options: how to read the sources.
+        into: index to which documents would be added; its documents are left out.
         as_json: whether to print JSON.
 
     Raises:
@@ -176,5 +176,5 @@ class Report(Protocol):
 
 
 def show(report: Report, *, as_json: bool) -> None:
-    """Print a report in one of its two forms."""
+    """Print a report, as text or as JSON."""
     typer.echo(json.dumps(report.to_json()) if as_json else report.describe())

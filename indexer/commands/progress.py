@@ -1,4 +1,4 @@
-"""The progress of a build: a bar on a terminal, lines elsewhere."""
+"""Shows the progress of a build: a bar on a terminal, otherwise lines."""
 
 import time
 from collections.abc import Iterator
@@ -13,10 +13,10 @@ from indexer.build_report import BuildTally
 from indexer.stages.gathering import FINDING, READING
 
 _INTERVAL_S: Final = 0.1
-"""Seconds between updates of the bar: smooth, and far longer than drawing takes."""
+"""Seconds between updates of the bar. The bar looks smooth, and drawing takes far less time."""
 
 _LINES_S: Final = 10.0
-"""Seconds between lines without a terminal."""
+"""Seconds between lines if there is no terminal."""
 
 _LONG_S: Final = 100.0
 """From this many seconds on, the remaining time is shown in minutes."""
@@ -25,9 +25,9 @@ _MIB: Final = 2**20
 
 
 class BuildProgress:
-    """Shows the progress of a build on stderr: work, share, tokens per second and time left.
+    """Shows a build's progress on stderr: current work, share, tokens per second and time left.
 
-    Used as a context manager, and called with the counts whenever they change.
+    Use it as a context manager, and call it with the counts whenever they change.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ def _size(num_bytes: int) -> str:
 
 @contextmanager
 def interrupted(kept: str) -> Iterator[None]:
-    """If Ctrl-C ends the block, print what is left."""
+    """If Ctrl-C ends the block, print what the build leaves behind."""
     try:
         yield
     except KeyboardInterrupt:

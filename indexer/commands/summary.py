@@ -1,4 +1,4 @@
-"""The summary of an index in numbers."""
+"""Summarises an index in numbers."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -35,20 +35,20 @@ class Summary:
 
     Attributes:
         path: directory of the index.
-        snapshot: number of the snapshot; higher after every change.
+        snapshot: number of the snapshot; it rises with every change.
         changed_s: time of the last change, in seconds since 1970.
-        vocabulary: vocabulary of the tokenizer that it was built with.
+        vocabulary: vocabulary of the tokenizer that the index was built with.
         num_tokens: number of tokens, without separators.
         num_documents: number of documents.
         segments: summaries of the segments.
-        keeps_texts: whether the texts are kept.
-        screening: what was removed from its documents.
-        licences: number of documents with each licence; empty for an unknown one.
+        keeps_texts: whether the texts are stored.
+        screening: what screening removed from the documents.
+        licences: number of documents by licence; the key is empty for an unknown licence.
         num_bytes: size on disk.
         num_ngrams: number of entries of the phrase tables, for n-grams of 2, 3 and 4 tokens.
-        min_counts: count of the rarest n-gram for each of these; 0 if there are none.
-        num_phrase_bytes: size of the phrase tables, part of `num_bytes`.
-        num_uncounted_tokens: number of tokens added since the phrase tables were made.
+        min_counts: count of the rarest n-gram of 2, 3 and 4 tokens; 0 if there are none.
+        num_phrase_bytes: size of the phrase tables, which is part of `num_bytes`.
+        num_uncounted_tokens: number of tokens added since the phrase tables were built.
     """
 
     path: str
@@ -140,7 +140,7 @@ def summarise(path: Path | str) -> Summary:
 
     Raises:
         IndexNotFoundError: there is no index.
-        DamagedIndexError: the index is damaged as far as opening checks, or in its licences.
+        DamagedIndexError: opening finds damage, or a document's licence is invalid.
         FormatVersionError: the index has another format.
     """
     with Index.open(path) as index:

@@ -12,8 +12,8 @@ from indexer.engines.memory import bytes_taken, describe_size
 from indexer.errors import IndexerError
 
 MAX_RETRIES: Final = 2
-"""Retries of a task whose worker died. A task whose worker was killed by chance succeeds then,
-while a task that takes too much memory fails soon."""
+"""Retries of a task whose worker died. If the worker was killed by chance, a retry succeeds. If the
+task takes too much memory, it fails soon."""
 
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
@@ -24,7 +24,7 @@ class Engine(Protocol):
 
     @property
     def memory_bytes(self) -> int | None:
-        """Memory that all calls may take together, in bytes; None for no limit."""
+        """Bytes of memory that all calls together may take; None for no limit."""
         ...
 
     def map(
@@ -33,14 +33,14 @@ class Engine(Protocol):
         """Yield the results of all tasks, in their order.
 
         Args:
-            function: function of a module, so that other processes find it; may run twice for a
+            function: module-level function, so that other processes find it. It may run twice for a
                 task.
             tasks: arguments of the calls.
-            memory_bytes: most memory of one call, in addition to the interpreter's.
+            memory_bytes: most memory of one call, in addition to the interpreter's memory.
 
         Raises:
-            IndexerError: the function raised it, processes cannot be kept alive, or one call does
-                not fit into the engine's memory.
+            IndexerError: the function raised it, worker processes keep dying, or one call does not
+                fit into the engine's memory.
         """
         ...
 
@@ -50,7 +50,7 @@ class Serial:
     """Runs all tasks in this process, one after another.
 
     Attributes:
-        memory_bytes: memory that the process may take; None for no limit.
+        memory_bytes: memory that this process may take; None for no limit.
     """
 
     memory_bytes: int | None = None
@@ -68,22 +68,22 @@ def check_workers(workers: int) -> None:
     """Check the number of tasks that an engine may run at once.
 
     Raises:
-        IndexerError: it is below one.
+        IndexerError: the number is below one.
     """
     if workers < 1:
         raise IndexerError(f"{workers} workers cannot build anything: choose at least one")
 
 
 def forbid_threads() -> None:
-    """Keep tokenizers in this process from starting threads: there is one process per core."""
+    """Stop tokenizers in this process from starting threads, because each core has a process."""
     os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
 
 
 def num_that_fit(limit: int, fixed: int, each: int) -> int:
-    """Return how many times `each` fits into `limit` bytes of memory besides `fixed`.
+    """Return how many calls of `each` bytes fit into `limit` bytes after `fixed` bytes are used.
 
     Raises:
-        IndexerError: it does not fit even once.
+        IndexerError: not even one call fits.
     """
     if (fits := (limit - fixed) // each) < 1:
         raise IndexerError(

@@ -1,4 +1,4 @@
-"""Memory: the amount available, default limits, and sizes as text."""
+"""Memory: the available amount, default limits, and sizes as text."""
 
 import os
 import re
@@ -12,19 +12,19 @@ from indexer.errors import IndexerError
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _ENOUGH_BYTES: Final = 3 << 30
-"""Enough for a build with segments of the usual size in this process and one worker: sorting takes
-0.7 to 1 GB, and each process an estimated half a GB."""
+"""Enough memory for a build with segments of the usual size in this process and one worker. Sorting
+takes 0.7 to 1 GB, and each process an estimated half a GB."""
 
 _ROOT: Final = Path("/")
 _GROUP_FILES: Final = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""File names by controller; version 2 has one hierarchy for all."""
+"""File names for each memory controller. Version 2 has one hierarchy for all controllers."""
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that `4G`, `512M`, `1.5GiB` or `1000000` mean; K is 1024.
+    """Return the number of bytes that `4G`, `512M`, `1.5GiB` or `1000000` mean; K is 1024.
 
     Raises:
         IndexerError: the text has another form, or means zero.
@@ -46,9 +46,9 @@ def describe_size(num_bytes: int) -> str:
 
 
 def available_bytes(root: Path = _ROOT) -> int:
-    """Return how much memory this process and its children could take now, in bytes.
+    """Return how many bytes of memory this process and its children could take now.
 
-    That is what the system has left, or what the process's control group has left if that is less.
+    This is what the system has left, or what the process's control group has left if that is less.
 
     Args:
         root: folder that contains `proc` and `sys`.
@@ -57,10 +57,10 @@ def available_bytes(root: Path = _ROOT) -> int:
 
 
 def default_limit(root: Path = _ROOT) -> int:
-    """Return how much memory a build may take by default, in bytes.
+    """Return how many bytes of memory a build may take by default.
 
-    That is half of what is available. If that is little, it is everything up to what most builds
-    need.
+    This is half of the available memory. If little is available, it is all of the available memory,
+    but at most what most builds need.
 
     Args:
         root: as for `available_bytes`.
@@ -70,7 +70,7 @@ def default_limit(root: Path = _ROOT) -> int:
 
 
 def bytes_taken() -> int:
-    """Return how much memory this process takes, in bytes; mapped files do not count.
+    """Return how many bytes of memory this process takes. Mapped files do not count.
 
     The system can reclaim pages of mapped files.
     """
@@ -79,11 +79,11 @@ def bytes_taken() -> int:
         return (int(fields["RssAnon"]) + int(fields["RssShmem"])) << 10
     import resource  # noqa: PLC0415  (without /proc)
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS; the peak so far
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # the peak so far; bytes on macOS
 
 
 def _fields(path: Path) -> dict[str, str]:
-    """Return names and first values from a file whose lines begin with a name and a colon."""
+    """Return names and first values from a file whose lines start with a name and a colon."""
     lines = (line.partition(":") for line in path.read_text("utf-8", "replace").splitlines())
     return {name: rest.split()[0] for name, _, rest in lines if rest.split()}
 
@@ -99,7 +99,7 @@ def _left_in_system(root: Path) -> int:
 
 
 def _left_in_groups(root: Path) -> int:
-    """Return what the limits of control groups leave; cached files do not count as used."""
+    """Return the memory that control group limits leave. Cached files do not count as used."""
     left = [1 << 62]
     for folder, (limit, used, cached) in _groups(root):
         with suppress(OSError, ValueError, KeyError):
@@ -110,7 +110,7 @@ def _left_in_groups(root: Path) -> int:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Yield the control groups of this process, and the names of the files in them."""
+    """Yield this process's control groups, each with the names of its memory files."""
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text("utf-8").splitlines():
             _, controllers, path = line.split(":", 2)

@@ -1,4 +1,4 @@
-"""A pool of processes that stays within its memory, replaces dead workers and ends all workers."""
+"""Runs tasks in a pool of processes that respects a memory limit and replaces dead workers."""
 
 import os
 import signal
@@ -21,9 +21,9 @@ _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
 
 _TRACKER_BYTES: Final = 16 << 20
-"""Memory of the extra process that multiprocessing starts besides the workers."""
+"""Memory of the extra process that multiprocessing starts in addition to the workers."""
 
-# Never fork: threads and mapped databases of this process would be in an undefined state.
+# Never fork: a fork would leave threads and mapped databases in an undefined state.
 _CONTEXT: Final = get_context("spawn")
 
 
@@ -31,13 +31,13 @@ _CONTEXT: Final = get_context("spawn")
 class ProcessPool:
     """Runs tasks in other processes on this machine; an `Engine`.
 
-    It runs as many at once as there are workers and as fit into the memory, of which this process
-    takes its part. A worker that dies is replaced, and its task runs again. However this process
-    ends, the workers end with it.
+    As many tasks run at once as there are workers, if they fit into memory. This process's memory
+    counts, too. A worker that dies is replaced, and its task runs again. However this process ends,
+    the workers end with it.
 
     Attributes:
         workers: most concurrent processes.
-        memory_bytes: memory that this process and the workers may take together. Pages of mapped
+        memory_bytes: memory that this process and the workers together may take. Pages of mapped
             files do not count, because the system can reclaim them.
     """
 
@@ -64,9 +64,10 @@ class ProcessPool:
 
 
 class _Worker:
-    """One process, started on demand; ends with the block, whatever it is doing.
+    """One process, started on demand. It ends with the block, whatever it is doing.
 
-    It holds one end of a pipe whose other end only this process has, and ends when that closes.
+    It holds one end of a pipe, and only this process has the other end. When that end closes, the
+    worker ends.
     """
 
     def __init__(self) -> None:
@@ -82,7 +83,7 @@ class _Worker:
         if self._executor is None:
             theirs, self._ours = _CONTEXT.Pipe(duplex=False)
             self._executor = ProcessPoolExecutor(1, _CONTEXT, _prepare, (theirs,))
-        # The first task starts the process. Ctrl-C must not reach it: it ends with this process.
+        # The first task starts the process. Ctrl-C must not reach it; it ends with this process.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             return self._executor.submit(function, *arguments)
@@ -90,14 +91,14 @@ class _Worker:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def stop(self) -> None:
-        """End the process immediately; the next task starts a new one."""
+        """End the process immediately. The next task starts a new process."""
         if self._executor is not None:
             self._ours.close()
             self._executor.shutdown(wait=True, cancel_futures=True)
             self._executor = None
 
     def bytes_taken(self, function: Callable[..., Any]) -> int:
-        """Return the memory of a process that has imported what a function needs."""
+        """Return the memory of a worker after it has imported what a function needs."""
         for _ in range(MAX_RETRIES + 1):
             try:
                 return int(self.submit(_introduce, function).result())
@@ -112,7 +113,7 @@ class _Worker:
 def _run(
     function: Callable[[_Task], _Result], tasks: Sequence[_Task], workers: Sequence[_Worker]
 ) -> Iterator[_Result]:
-    """Yield results in order; each worker has one task at a time."""
+    """Yield results in order. Each worker has one task at a time."""
     waiting, idle = deque(range(len(tasks))), list(workers)
     running: dict[Future[_Result], tuple[int, _Worker]] = {}
     results: dict[int, _Result] = {}
@@ -144,7 +145,7 @@ def _count_death(deaths: "Counter[int]", number: int, error: BaseException) -> N
 
 
 def _prepare(lifeline: Connection) -> None:
-    """Set up a worker: its libraries start no threads, and it ends when the lifeline closes."""
+    """Set up a worker. Its libraries start no threads, and it ends when the lifeline closes."""
     forbid_threads()
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
 
@@ -155,6 +156,6 @@ def _end_with(lifeline: Connection) -> None:
 
 
 def _introduce(function: Callable[..., Any]) -> int:
-    """Return the memory of this process, in which unpickling `function` imported what it needs."""
+    """Return this process's memory. Unpickling `function` has already imported what it needs."""
     del function
     return bytes_taken()

@@ -1,4 +1,4 @@
-"""Zstandard, from the standard library since Python 3.14."""
+"""Zstandard compression, which is in the standard library since Python 3.14."""
 
 import sys
 

@@ -22,7 +22,7 @@ from indexer.format.names import (
 )
 from indexer.format.records import Document
 
-# File names need not be Unicode: Python encodes such bytes as lone surrogates.
+# File names need not be valid Unicode. Python encodes their invalid bytes as lone surrogates.
 _NAME_ERRORS = "surrogatepass"
 
 
@@ -32,11 +32,11 @@ class DocumentTable:
 
     Attributes:
         starts: uint32[d], position of each document's first token; ascending.
-        names: uint8[n], names in UTF-8, one after another.
-        name_ends: uint64[d], where each name ends.
+        names: uint8[n], all names in UTF-8, concatenated.
+        name_ends: uint64[d], where each name ends in `names`.
         licence_ids: uint32[d], index of each document's licence in `licences`.
-        digests: uint8[d, DIGEST_BYTES], equal for equal documents.
-        licences: licences that the ids refer to.
+        digests: uint8[d, DIGEST_BYTES]; equal documents have equal digests.
+        licences: the licences that `licence_ids` refer to.
     """
 
     starts: NDArray[np.uint32]
@@ -50,7 +50,7 @@ class DocumentTable:
         return len(self.starts)
 
     def files(self) -> dict[str, NDArray[Any]]:
-        """Return the array of each of the documents' files."""
+        """Return the array of each document file, by file name."""
         return {
             DOCUMENT_STARTS_FILE: self.starts,
             NAMES_FILE: self.names,
@@ -61,7 +61,7 @@ class DocumentTable:
 
     @classmethod
     def of_files(cls, arrays: dict[str, NDArray[Any]], licences: Sequence[str]) -> Self:
-        """Return the table for arrays that `files` returned."""
+        """Return the table of arrays that `files` returned."""
         return cls(
             arrays[DOCUMENT_STARTS_FILE],
             arrays[NAMES_FILE],
@@ -75,7 +75,7 @@ class DocumentTable:
         """Return a document.
 
         Raises:
-            DamagedIndexError: the arrays have invalid values for it.
+            DamagedIndexError: the arrays have invalid values for this document.
         """
         licence = int(self.licence_ids[number])
         if licence >= len(self.licences):
@@ -83,7 +83,7 @@ class DocumentTable:
         return Document(self.name(number), self.licences[licence], int(self.starts[number]))
 
     def named(self, names: Collection[bytes]) -> NDArray[np.bool_]:
-        """Return bool[d], which documents have one of the names, given in UTF-8."""
+        """Return bool[d]: which documents have one of the names, given in UTF-8."""
         found = np.zeros(len(self), np.bool_)
         ends = self.name_ends.astype(np.int64)
         begins = np.concatenate([[0], ends[:-1]])
@@ -93,14 +93,14 @@ class DocumentTable:
         return found
 
     def name(self, number: int) -> str:
-        """Return the name of a document; raises as `document` does."""
+        """Return the name of a document. Raises the same errors as `document`."""
         try:
             return self.name_bytes(number).decode("utf-8", _NAME_ERRORS)
         except UnicodeDecodeError as error:
             raise DamagedIndexError(f"the name of document {number} is not UTF-8") from error
 
     def name_bytes(self, number: int) -> bytes:
-        """Return the name of a document in UTF-8; raises as `document` does."""
+        """Return the name of a document in UTF-8. Raises the same errors as `document`."""
         begin = int(self.name_ends[number - 1]) if number else 0
         end = int(self.name_ends[number])
         if not begin <= end <= len(self.names):
@@ -108,7 +108,7 @@ class DocumentTable:
         return self.names[begin:end].tobytes()
 
     def count_licences(self) -> dict[str, int]:
-        """Return the number of documents with each licence; raises as `document` does."""
+        """Return the number of documents for each licence. Raises the same errors as `document`."""
         used, counts = np.unique(self.licence_ids, return_counts=True)
         if len(used) and used[-1] >= len(self.licences):
             raise DamagedIndexError("a document has a licence that is not listed")
@@ -116,11 +116,11 @@ class DocumentTable:
         return {self.licences[licence]: number for licence, number in numbers}
 
     def rows(self, runs: Sequence[tuple[int, int]], length: int) -> "DocumentTable":
-        """Return the table of some documents, with starts as if only their tokens were kept.
+        """Return the table of some documents, with starts as if the other tokens were removed.
 
         Args:
-            runs: starts and ends of ranges of their numbers, ascending and not empty.
-            length: number of tokens and separators of all documents.
+            runs: starts and ends of ranges of document numbers, ascending and not empty.
+            length: number of tokens and separators of all documents in this table.
         """
         numbers = np.concatenate([np.arange(begin, end) for begin, end in runs])
         lengths = np.diff(self.starts, append=POSITION_DTYPE.type(length))[numbers]
@@ -138,17 +138,17 @@ class DocumentTable:
 
     def at(self, position: int) -> int | None:
         """Return the number of the last document that starts at or before a position."""
-        # With a position of another dtype, numpy would convert all starts at every call.
+        # If the position had another dtype, numpy would convert all starts at every call.
         number = int(np.searchsorted(self.starts, np.uint32(position), side="right")) - 1
         return number if number >= 0 else None
 
 
 def join_tables(tables: Sequence[DocumentTable], offsets: Sequence[int]) -> DocumentTable:
-    """Join tables into one, with the licences that their documents have.
+    """Join tables into one, which lists only the licences that its documents have.
 
     Args:
         tables: at least one table.
-        offsets: position at which the first document of each table will start.
+        offsets: for each table, the position at which its first document will start.
     """
     licences: dict[str, int] = {}
     starts, name_ends, licence_ids = [], [], []
@@ -170,9 +170,9 @@ def join_tables(tables: Sequence[DocumentTable], offsets: Sequence[int]) -> Docu
 
 
 def _renumbered(table: DocumentTable, licences: dict[str, int]) -> NDArray[np.uint32]:
-    """Return the number of each licence of a table among `licences`, and add new ones to it.
+    """Return the number of each of a table's licences in `licences`, and add new licences to it.
 
-    New licences are numbered in the order of the documents, regardless of the table's list.
+    New licences are numbered in the order of the documents, whatever their order in the table.
     """
     ids = np.zeros(len(table.licences), LICENCE_DTYPE)
     used, firsts = np.unique(table.licence_ids, return_index=True)
@@ -195,14 +195,14 @@ class DocumentTableBuilder:
         return len(self._starts)
 
     def add(self, document: Document, digest: bytes) -> None:
-        """Append a document, with a digest of DIGEST_BYTES that is equal for equal documents."""
+        """Append a document and its digest of DIGEST_BYTES; see `digest_of`."""
         self._starts.append(document.start)
         self._names.append(document.name.encode("utf-8", _NAME_ERRORS))
         self._licence_ids.append(self._licences.setdefault(document.licence, len(self._licences)))
         self._digests.append(digest)
 
     def table(self) -> DocumentTable:
-        """Return the table of all documents added."""
+        """Return the table of all documents that were added."""
         ends = np.cumsum([len(name) for name in self._names])
         digests = np.frombuffer(b"".join(self._digests), np.uint8)
         return DocumentTable(
@@ -216,5 +216,5 @@ class DocumentTableBuilder:
 
 
 def digest_of(content: bytes | memoryview) -> bytes:
-    """Return a digest of DIGEST_BYTES, which is equal for documents of equal content."""
+    """Return a digest of DIGEST_BYTES. Documents with equal content have equal digests."""
     return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()

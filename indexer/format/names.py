@@ -1,6 +1,7 @@
-"""The names and numbers of the on-disk format; docs/reference/format.md specifies them.
+"""The names and numbers of the on-disk format, which docs/reference/format.md specifies.
 
-Writers and readers share these values; `indexer.format.records` defines the JSON of records.
+Code that writes or reads an index shares these values. `indexer.format.records` defines the JSON of
+records.
 """
 
 from typing import Any, Final
@@ -44,51 +45,51 @@ PHRASE_FILES: Final = (
 )
 
 POSITION_DTYPE: Final = np.dtype("<u4")
-"""Dtype of suffixes and starts: a segment has fewer than 2**32 tokens."""
+"""Dtype of suffixes and starts. A segment has fewer than 2**32 tokens."""
 
 KEY_DTYPE: Final = np.dtype("<u8")
-"""Dtype of suffix keys: the tokens after the first one of each suffix, packed."""
+"""Dtype of suffix keys. A key packs the tokens after a suffix's first token."""
 
 KEY_STRIDE: Final = 32
-"""Distance between suffixes with a key; keys take a quarter of a byte per token."""
+"""Distance between suffixes that have a key. Keys take a quarter of a byte per token."""
 
 MIN_KEYED_SUFFIXES: Final = 1 << 20
-"""Least suffixes of a segment with keys: smaller ones need few search steps and fit in the
+"""Fewest suffixes of a segment that has keys. Smaller segments need few search steps and fit in the
 cache."""
 
 OFFSET_DTYPE: Final = np.dtype("<u8")
 """Dtype of offsets into the names of documents."""
 
 LICENCE_DTYPE: Final = np.dtype("<u4")
-"""Dtype of licences of documents: indices into the list in the segment's record."""
+"""Dtype of documents' licences: indices into the list in the segment's record."""
 
 COUNT_DTYPE: Final = np.dtype("u1")
 """Dtype of counts in the phrase tables; see `indexer.format.phrase_tables`."""
 
 MAX_POSITIONS: Final = 2**32 - 1
-"""Most positions of a segment, so that counts of positions fit `POSITION_DTYPE` as well."""
+"""Most positions of a segment. The number of positions must fit `POSITION_DTYPE` as well."""
 
 MAX_ORDER: Final = 4
 """Length of the longest n-grams in the phrase tables, in tokens."""
 
 DIGEST_BYTES: Final = 16
-"""Size of a document's digest: BLAKE2b of its text in UTF-8, or of its tokens without a text."""
+"""Size of a document's digest: BLAKE2b of its UTF-8 text, or of its tokens if it has no text."""
 
 Tokens = NDArray[np.uint16] | NDArray[np.uint32]
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype[Any]:
-    """Return the dtype of tokens: two bytes if ids and the separator fit, else four."""
+    """Return the dtype of tokens: two bytes if ids and the separator fit, otherwise four."""
     return np.dtype("<u2") if vocabulary_size <= np.iinfo(np.uint16).max else np.dtype("<u4")
 
 
 def key_bits(vocabulary_size: int) -> int:
-    """Return the bits per token in a key: enough for ids, and for the size itself as separator."""
+    """Return the bits per token in a key. The vocabulary size itself stands for a separator."""
     return vocabulary_size.bit_length()
 
 
 def separator_of(dtype: np.dtype[Any]) -> int:
-    """Return the token that ends every document: the largest value of the dtype."""
+    """Return the separator, which ends every document: the largest value of the dtype."""
     return int(np.iinfo(dtype).max)
 
 
@@ -98,5 +99,5 @@ def ordinal_name(ordinal: int) -> str:
 
 
 def is_ordinal_name(name: str) -> bool:
-    """Return whether `ordinal_name` produces this name."""
+    """Return whether `ordinal_name` can produce this name."""
     return name.isascii() and name.isdecimal() and name == ordinal_name(int(name))

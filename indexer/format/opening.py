@@ -1,4 +1,4 @@
-"""Checking the files of an index, and mapping them into memory or holding copies."""
+"""Checks the files of an index, and maps them into memory or copies them."""
 
 import ctypes
 import mmap
@@ -53,29 +53,29 @@ DOCUMENT_DTYPES: Final[dict[str, np.dtype[Any]]] = {
 }
 
 _SMALL_BYTES: Final = 1 << 16
-"""Smaller files are read instead of mapped: each map holds a file descriptor, of which a process
-has few, and an index of many small segments has many files."""
+"""Smaller files are read instead of mapped. Each map holds a file descriptor. A process has few
+descriptors, and an index with many small segments has many files."""
 
 _STEP_BYTES: Final = 1 << 24
-"""Bytes of a file to copy to memory at a time; other threads run in between."""
+"""Bytes of a file to copy to memory at a time. Other threads run between these steps."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """A part of an index, immutable; all arrays are read-only mapped files or copies of them.
+    """A part of an index. It is immutable; its arrays are read-only mapped files or copies.
 
     Attributes:
-        name: name of its folder.
-        tokens: uint16[n] or uint32[n], the documents one after another, each followed by a
-            separator, which is the largest value of the dtype and never a token id.
-        suffixes: uint32[m], the positions in `tokens` without a separator, in lexicographic order
-            of the tokens from there to the end of the segment.
-        starts: uint32[vocabulary size + 1]; the suffixes that begin with token t are
-            `suffixes[starts[t]:starts[t + 1]]`. On a damaged disk it may hold anything except at
-            its ends: code that slices by it must clamp.
+        name: name of the segment's folder.
+        tokens: uint16[n] or uint32[n], the tokens of all documents. A separator follows each
+            document. It is the largest value of the dtype, and never a token id.
+        suffixes: uint32[m], the positions in `tokens` that have no separator. Their order is the
+            lexicographic order of the tokens from each position to the end of the segment.
+        starts: uint32[vocabulary size + 1]; the suffixes that start with token t are
+            `suffixes[starts[t]:starts[t + 1]]`. On a damaged disk, all elements but the first and
+            the last may have any value, so code that slices with them must clamp.
         documents: table of the documents that the tokens belong to.
         keys: uint64[m / `KEY_STRIDE`, rounded up], see `indexer.stages.segments.suffix_keys`;
-            uint64[0] if the segment has none.
+            uint64[0] if the segment has no keys.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """The segments and phrase tables of one published snapshot, mapped or held."""
+    """The segments and phrase tables of one published snapshot, mapped or held in memory."""
 
     segments: tuple[Segment, ...]
     phrases: PhraseTables
@@ -114,7 +114,7 @@ Before = tuple[Contents, Snapshot] | None
 
 
 def check_size(path: Path, num_bytes: int) -> None:
-    """Check that a file exists and has its size.
+    """Check that a file exists and has the expected size.
 
     Raises:
         DamagedIndexError: the file does not exist, or has another size.
@@ -130,10 +130,10 @@ def check_size(path: Path, num_bytes: int) -> None:
 
 
 def check_file(path: Path, expected: FileRecord) -> None:
-    """Check that a file has the size and the checksum that it was built with; reads all of it.
+    """Check a file's size and checksum against its record. The whole file is read.
 
     Raises:
-        DamagedIndexError: the file does not exist, cannot be read, or differs.
+        DamagedIndexError: the file does not exist, cannot be read, or differs from its record.
     """
     check_size(path, expected.num_bytes)
     try:
@@ -150,12 +150,12 @@ def check_file(path: Path, expected: FileRecord) -> None:
 def open_snapshot(
     path: Path, contents: Contents, before: Before = None, *, hold: bool = False
 ) -> Snapshot:
-    """Map or hold, and check, everything that the catalog of the index at `path` lists.
+    """Map or hold all files that the catalog of the index at `path` lists, and check them.
 
     Args:
         path: directory of the index.
-        contents: contents of its catalog.
-        before: earlier snapshot; files that it shares are not opened again.
+        contents: contents of the index's catalog.
+        before: earlier snapshot; files that both snapshots have are not opened again.
         hold: whether to copy files to memory instead of mapping them.
 
     Raises:
@@ -191,11 +191,11 @@ def open_segment(
 ) -> Segment:
     """Map or hold the files of a segment of the index at `path`, and check their sizes.
 
-    Of mapped files, only the ends of `starts` are read.
+    Of mapped files, only the first and last elements of `starts` are read.
 
     Raises:
-        DamagedIndexError: files are missing or have another size than was written, or `starts` does
-            not end with the number of `suffixes`.
+        DamagedIndexError: a file is missing or has the wrong size, or `starts` does not end with
+            the number of `suffixes`.
     """
     folder = path / SEGMENTS_FOLDER / record.name
     for name, file in record.files.items():
@@ -223,10 +223,10 @@ def open_segment(
 def open_documents(
     folder: Path, num_documents: int, licences: tuple[str, ...], *, hold: bool = False
 ) -> DocumentTable:
-    """Map or hold the document files in a folder, and check their number of documents.
+    """Map or hold the document files in a folder, and check the number of documents.
 
     Raises:
-        DamagedIndexError: files are missing, or have another number of documents.
+        DamagedIndexError: files are missing, or have a different number of documents.
     """
     arrays = {
         name: map_array(folder / name, dtype, hold=hold) for name, dtype in DOCUMENT_DTYPES.items()
@@ -242,11 +242,11 @@ def open_phrases(
 ) -> PhraseTables:
     """Map or hold the phrase table files of the index at `path`, and check that they fit together.
 
-    Of mapped files, only the ends of `starts` are read.
+    Of mapped files, only the first and last elements of `starts` are read.
 
     Raises:
-        DamagedIndexError: files are missing or have another size than was written, or `starts` do
-            not divide the entries of the next level.
+        DamagedIndexError: a file is missing or has the wrong size, or `starts` do not cover the
+            entries of the next level.
     """
     folder = path / PHRASES_FOLDER / record.name
     dtypes = {"tokens": token_dtype(vocabulary_size), "counts": COUNT_DTYPE}
@@ -261,7 +261,7 @@ def open_phrases(
 
 
 def _agree(tables: PhraseTables, vocabulary_size: int) -> bool:
-    """Return whether arrays of a level have equal lengths and `starts` end with the next level."""
+    """Return whether a level's arrays have equal lengths, and `starts` cover the next level."""
     _, *sizes = tables.num_entries
     return (
         tables.vocabulary_size == vocabulary_size
@@ -275,12 +275,12 @@ def _agree(tables: PhraseTables, vocabulary_size: int) -> bool:
 
 
 class _MappedFile(mmap.mmap):
-    """A file mapped into memory: what is truncated from the file is lost here, too.
+    """A file mapped into memory. If the file is truncated, the mapping loses the same data.
 
     Attributes:
-        tells_residence: whether the system tells this process which pages are in memory. For a file
-            that the process may not change, the system reports all of them.
-        is_entered: whether `enter_resident_pages` has entered its pages.
+        tells_residence: whether the system tells this process which pages are in memory. If the
+            process may not change the file, the system reports all of its pages as resident.
+        is_entered: whether `enter_resident_pages` has entered the file's pages.
     """
 
     tells_residence = False
@@ -292,11 +292,12 @@ _POPULATE_READ: Final = 22
 
 
 def enter_resident_pages(arrays: Iterable[NDArray[Any]]) -> None:
-    """Enter the pages of mapped files that are in memory into this process's page table.
+    """Enter pages of mapped files that are in memory into this process's page table.
 
-    Otherwise the first read of every few pages costs a microsecond or two: ten in each draft from a
-    billion tokens in memory. Pages that are not in memory stay on disk. Takes 0.1 s per gigabyte,
-    once, since snapshots share unchanged files. Does nothing on systems other than Linux.
+    Without this, the first read of every few pages costs a microsecond or two. With a billion
+    tokens in memory, that happens ten times in each draft. Pages that are not in memory stay on
+    disk. It takes 0.1 s per gigabyte, once, because snapshots share unchanged files. On systems
+    other than Linux, it does nothing.
 
     Args:
         arrays: arrays from `Snapshot.mapped_arrays`.
@@ -317,7 +318,7 @@ def enter_resident_pages(arrays: Iterable[NDArray[Any]]) -> None:
             continue
         changes = np.flatnonzero(np.diff(resident & 1, prepend=0, append=0)) * mmap.PAGESIZE
         for first, end in changes.reshape(-1, 2).tolist():
-            # For a file that was truncated meanwhile this returns an error, and a later read finds
+            # If the file was truncated meanwhile, this returns an error, and a later read detects
             # it.
             system.madvise(
                 ctypes.c_void_p(array.ctypes.data + first),
@@ -328,7 +329,7 @@ def enter_resident_pages(arrays: Iterable[NDArray[Any]]) -> None:
 
 @cache
 def _system() -> ctypes.CDLL | None:
-    """Return the C library of Linux, whose calls run without the GIL."""
+    """Return Linux's C library, whose calls run without the GIL."""
     return ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -339,20 +340,20 @@ class _HeldFile(mmap.mmap):
 _FileState = tuple[int, int, int, int]
 
 _held: Final[WeakValueDictionary[_FileState, _HeldFile]] = WeakValueDictionary()
-"""Copies in use, by device, inode, size and change time; all holders of a file share one."""
+"""Copies in use, by device, inode, size and change time. All holders of a file share one copy."""
 
 
 def map_array(path: Path, dtype: np.dtype[Any], *, hold: bool = False) -> NDArray[Any]:
-    """Map a file as a read-only array; a small one is read, because each map holds a descriptor.
+    """Map a file as a read-only array. A small file is read, because each map uses a descriptor.
 
     Args:
         path: path of the file.
-        dtype: dtype of its elements.
+        dtype: dtype of the elements.
         hold: whether to copy the file to memory, in huge pages if the system has them.
 
     Raises:
         DamagedIndexError: the file is missing, unreadable, or not a whole number of elements long.
-        IndexerError: there is not enough memory to hold it.
+        IndexerError: there is not enough memory to hold the file.
     """
     try:
         with path.open("rb") as file:
@@ -381,7 +382,7 @@ def _copy_of(file: BinaryIO, path: Path) -> _HeldFile:
     """Return a private copy of a file's content in memory.
 
     Raises:
-        DamagedIndexError: the file was truncated meanwhile.
+        DamagedIndexError: the file was truncated while it was read.
         IndexerError: there is not enough memory.
     """
     status = os.fstat(file.fileno())
@@ -395,7 +396,7 @@ def _copy_of(file: BinaryIO, path: Path) -> _HeldFile:
             f"{path} cannot be held in memory: {error.strerror}: free {status.st_size >> 20} MiB, "
             "or leave out --hold-indexes"
         ) from error
-    with suppress(OSError, AttributeError):  # no huge pages on this kernel or system
+    with suppress(OSError, AttributeError):  # the kernel or system has no huge pages
         copy.madvise(mmap.MADV_HUGEPAGE)
     with memoryview(copy) as target:
         num_read = 0

@@ -1,7 +1,7 @@
-"""Writing an index safely: the writer's lock, a hidden folder to build in, and a final rename.
+"""Writes an index safely: locks it, builds in a hidden folder, and renames the folder at the end.
 
-A new index is built in a hidden sibling of its path and renamed when it is complete. One writer at
-a time holds the lock of an index; the files that it writes never change afterwards.
+A new index is built in a hidden folder next to its path. The folder is renamed when the index is
+complete. Only one writer at a time holds the lock of an index. Written files never change.
 """
 
 import ctypes
@@ -48,10 +48,10 @@ _NUMBERED: Final[dict[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def why_not_index(folder: Path) -> str | None:
-    """Return why a folder is not an index, or None if it is one and holds nothing else.
+    """Return why a folder is not an index, or None if it is one and contains nothing else.
 
-    An index may lack segments and phrase tables, for example if it is half copied, but not its
-    snapshots. It has no entries of other names or kinds, and no links.
+    An index may lack segments and phrase tables, for example if it was only partly copied, but it
+    must have its snapshots. It has no links, and no entries with other names or of other kinds.
 
     Raises:
         OSError: the folder cannot be read.
@@ -77,7 +77,7 @@ def _is_folder_of_index(parts: tuple[str, ...]) -> bool:
 
 
 def _is_numbered(parts: tuple[str, ...]) -> bool:
-    """Return whether this is the folder of a segment or of phrase tables."""
+    """Return whether the path is the folder of a segment or of phrase tables."""
     return bool(parts) and parts[:-1] in _NUMBERED and is_ordinal_name(parts[-1])
 
 
@@ -100,9 +100,9 @@ _TOKEN_BYTES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class _Workplace:
-    """A folder to build in and the builder's lock file, both siblings of the output.
+    """A folder to build in and the builder's lock file, both next to the output.
 
-    The folder itself cannot be locked: NFS locks only files that are open for writing.
+    The folder itself cannot be locked, because NFS locks only files that are open for writing.
     """
 
     folder: Path
@@ -116,7 +116,7 @@ class _Workplace:
         )
 
     def remove(self) -> None:
-        """Remove the folder, then the lock; the lock stays if the folder cannot be removed."""
+        """Remove the folder, then the lock file. The lock file stays if the folder does."""
         shutil.rmtree(self.folder, ignore_errors=True)
         if not self.folder.exists():
             self.lock.unlink(missing_ok=True)
@@ -124,19 +124,19 @@ class _Workplace:
 
 @contextmanager
 def workplace(output: Path, *, resume: bool) -> Iterator[Path]:
-    """Yield a folder next to `output`, and remove it at the end if it is still there.
+    """Yield a folder next to `output`, and remove it at the end if it still exists.
 
-    To resume, the folder is what a killed or failed build of the same output left, if there is one.
-    Otherwise leftovers of such builds are removed first and the folder is empty. On a file system
-    without locks, leftovers stay.
+    To resume, the folder is the one that a killed or failed build of the same output left behind,
+    if there is one. Otherwise, folders of such builds are removed first, and the new folder is
+    empty. On a file system without locks, the old folders stay.
 
     Args:
         output: output path of the build.
-        resume: whether to continue from the leftovers of another build, and to keep them if this
-            one fails as well.
+        resume: whether to continue from the folder of another build. The folder then also stays if
+            this build fails.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: the disk is full, or the system denies access.
         IndexBusyError: another build of the same output is running.
     """
     adopted = _adopt(output) if resume else None
@@ -160,7 +160,7 @@ def workplace(output: Path, *, resume: bool) -> Iterator[Path]:
 
 
 def _adopt(output: Path) -> tuple[_Workplace, int] | None:
-    """Lock and return what a dead build of this user left, if any, without parts to rewrite."""
+    """Lock and return this user's leftover folder of a dead build, if any, ready to resume."""
     for place in _leftovers(output):
         with suppress(OSError):
             lock = os.open(place.lock, os.O_RDWR | os.O_CLOEXEC)
@@ -177,17 +177,17 @@ def _adopt(output: Path) -> tuple[_Workplace, int] | None:
 
 
 def _forget_unfinished(folder: Path) -> None:
-    """Remove the snapshot and the phrase tables, which are written again."""
+    """Remove the snapshot and the phrase tables, because they are written again."""
     for name in (CATALOG_FOLDER, PHRASES_FOLDER):
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def _claim(output: Path) -> tuple[_Workplace, int]:
-    """Create and lock a lock file; until it is locked, another build may take this one for dead."""
+    """Create and lock a lock file. Until it is locked, another build may consider this one dead."""
     while True:
         place = _Workplace.of(output, secrets.token_hex(_TOKEN_BYTES))
         lock = os.open(place.lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        with suppress(OSError):  # without locks, no leftovers are removed either
+        with suppress(OSError):  # without file locks, no leftover folders are removed either
             fcntl.flock(lock, fcntl.LOCK_EX)
         if place.lock.exists():
             return place, lock
@@ -195,7 +195,7 @@ def _claim(output: Path) -> tuple[_Workplace, int]:
 
 
 def _leftovers(output: Path) -> Iterator[_Workplace]:
-    """Yield the folders of builds of an output, running or dead."""
+    """Yield the working folders of builds of an output, whether the builds run or are dead."""
     pattern = re.compile(rf"\.{re.escape(output.name)}\.lock-([0-9a-f]{{{2 * _TOKEN_BYTES}}})")
     for path in sorted(output.parent.iterdir()):
         if match := pattern.fullmatch(path.name):
@@ -203,9 +203,9 @@ def _leftovers(output: Path) -> Iterator[_Workplace]:
 
 
 def _check_alone(output: Path) -> None:
-    """Refuse to build while another build of the same output runs, since one would be wasted."""
+    """Refuse to build while another build of the same output runs; one would be wasted."""
     for place in _leftovers(output):
-        with suppress(FileNotFoundError):  # it has ended
+        with suppress(FileNotFoundError):  # the other build has ended
             lock = os.open(place.lock, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -236,7 +236,7 @@ def _remove_if_dead(place: _Workplace) -> None:
 
 
 _MAX_ATTEMPTS: Final = 20
-"""Attempts to lock a folder that is replaced at the same moment; even two in a row are rare."""
+"""Attempts to lock a folder that may be replaced meanwhile; even two replacements are rare."""
 
 _MAX_NOTE_BYTES: Final = 1 << 12
 
@@ -245,12 +245,12 @@ _MAX_NOTE_BYTES: Final = 1 << 12
 def writer_lock(folder: Path, command: str) -> Iterator[None]:
     """Hold the lock of an index's only writer during the block.
 
-    The lock ends with the process, however the process ends. While it is held, the folder is not
-    replaced, because a build that replaces an index holds that index's lock.
+    The lock ends with the process, however the process ends. While it is held, no build replaces
+    the folder, because a build that replaces an index needs the lock, too.
 
     Args:
         folder: directory of the index.
-        command: the writer's command, for messages of other processes.
+        command: the writer's command, which other processes show in messages.
 
     Raises:
         IndexBusyError: another process holds the lock.
@@ -259,7 +259,7 @@ def writer_lock(folder: Path, command: str) -> Iterator[None]:
     """
     descriptor = _locked(folder)
     try:
-        with suppress(OSError):  # on a full disk the lock works without its note
+        with suppress(OSError):  # on a full disk, the lock works without the note in its file
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(_note(command)).encode(), 0)
         yield
@@ -274,7 +274,7 @@ class NoLocksError(IndexerError):
 
 
 def _locked(folder: Path) -> int:
-    """Return the locked file of the folder that is at the path now."""
+    """Return the locked file of the folder that is now at the path."""
     path = folder / LOCK_FILE
     for _ in range(_MAX_ATTEMPTS):
         with writing_to(folder):
@@ -310,7 +310,7 @@ def _note(command: str) -> dict[str, str | int]:
 
 
 def _holder(descriptor: int) -> str:
-    """Describe the holder of the lock, from the note in its file."""
+    """Describe the holder of the lock, from the note in the lock file."""
     try:
         who = json.loads(os.pread(descriptor, _MAX_NOTE_BYTES, 0))
         return (
@@ -328,7 +328,7 @@ def check_output(output: Path, *, overwrite: bool) -> None:
     """Check that an index may be written at `output`.
 
     Raises:
-        IndexExistsError: something at the path must stay.
+        IndexExistsError: something at the path must not be replaced.
         IndexerError: the path cannot be read.
     """
     try:
@@ -360,15 +360,15 @@ def _exists(output: Path) -> IndexExistsError:
 def new_index_folder(output: Path, *, overwrite: bool, resume: bool = False) -> Iterator[Path]:
     """Yield a folder to build in, and move it to `output` if the block ends without an error.
 
-    The folder is a hidden sibling of `output`, so that publishing is a rename: whenever a build is
-    killed, `output` has its earlier content or the complete new index. Leftovers of killed builds
-    of the same output are removed, or reused with `resume`. An index that is to be replaced stays
-    locked until then.
+    The folder is hidden and next to `output`, so publishing is a rename. If a build is killed at
+    any time, `output` has either its old content or the complete new index. Leftover folders of
+    killed builds of the same output are removed, or reused with `resume`. If an index will be
+    replaced, it stays locked until then.
 
     Raises:
-        IndexExistsError: something at the path must stay.
-        IndexBusyError: another process is changing the index that is to be replaced.
-        IndexerError: the disk is full or refuses.
+        IndexExistsError: something at the path must not be replaced.
+        IndexBusyError: another process is changing the index that will be replaced.
+        IndexerError: the disk is full, or the system denies the write.
     """
     output = Path(os.path.realpath(output))
     check_output(output, overwrite=overwrite)
@@ -381,16 +381,16 @@ def new_index_folder(output: Path, *, overwrite: bool, resume: bool = False) -> 
         if resume:
             shutil.rmtree(folder / SCRATCH_FOLDER, ignore_errors=True)
         check_output(output, overwrite=overwrite)
-        if not is_locked:  # another index has appeared since
+        if not is_locked:  # another index has appeared at the path since
             _lock_index(output, stack)
         _publish(folder, output, overwrite=overwrite)
 
 
 def _lock_index(output: Path, stack: ExitStack) -> bool:
-    """Lock the index that will be replaced, if there is one."""
+    """Lock the index that will be replaced, if there is one. Return whether it is locked."""
     if not output.is_dir() or not any(output.iterdir()):
         return False
-    with suppress(NoLocksError):  # without locks, no writer can change it either
+    with suppress(NoLocksError):  # without file locks, no writer can change the index either
         stack.enter_context(writer_lock(output, "build --overwrite"))
     return True
 
@@ -401,10 +401,10 @@ def write_file(path: Path, content: memoryview | bytes, *, durable: bool = True)
     Args:
         path: path of the file.
         content: complete content.
-        durable: whether to wait until it is on disk.
+        durable: whether to wait until the content is on disk.
 
     Raises:
-        IndexerError: the disk is full or refuses.
+        IndexerError: the disk is full, or the system denies the write.
     """
     with writing_to(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -416,21 +416,21 @@ def write_file(path: Path, content: memoryview | bytes, *, durable: bool = True)
 
 
 def write_array(path: Path, array: NDArray[Any], *, durable: bool = True) -> FileRecord:
-    """Write the elements of an array to a file as `write_file` does; return its record."""
+    """Write an array's elements to a file, as `write_file` does; return the file's record."""
     content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
     write_file(path, content, durable=durable)
     return FileRecord.of(content)
 
 
 def write_columns(path: Path, columns: Iterable[NDArray[Any]]) -> FileRecord:
-    """Write the elements of arrays to a file, one array after another; return its record.
+    """Write the elements of arrays to a file, one array after another; return the file's record.
 
     Args:
         path: path of the file, in an existing folder.
-        columns: contiguous arrays; they may be mapped, and are not held in memory.
+        columns: contiguous arrays. They may be mapped, and are not held in memory.
 
     Raises:
-        IndexerError: the disk is full or refuses.
+        IndexerError: the disk is full, or the system denies the write.
     """
     with writing_to(path):
         with path.open("wb") as file:
@@ -442,10 +442,10 @@ def write_columns(path: Path, columns: Iterable[NDArray[Any]]) -> FileRecord:
 
 
 def move_folder(folder: Path, place: Path) -> None:
-    """Move a folder within a file system, replacing a folder at the new path.
+    """Move a folder within a file system. It replaces any folder at the new path.
 
     Raises:
-        IndexerError: the disk is full or refuses.
+        IndexerError: the disk is full, or the system denies the write.
     """
     with writing_to(place):
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -464,20 +464,20 @@ def _publish(folder: Path, output: Path, *, overwrite: bool) -> None:
 
 
 def _put_in_place(folder: Path, output: Path, *, overwrite: bool) -> None:
-    """Rename a folder; swap it with an existing index that may be replaced."""
+    """Rename a folder; if an index at the new path may be replaced, swap them."""
     try:
         folder.rename(output)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-        if not overwrite:  # another build has just published there
+        if not overwrite:  # another build has just published at this path
             raise _exists(output) from error
         if not _exchange(folder, output):
             _move_aside(folder, output)
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two folders in one step, if the system and file system can."""
+    """Swap two folders in one step, if the system and file system support it."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     if rename is None:
         return False
@@ -486,7 +486,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def _move_aside(folder: Path, output: Path) -> None:
-    """Swap in steps; if killed after the first one, the old index is left under a hidden name."""
+    """Swap in steps. If killed after the first step, the old index stays under a hidden name."""
     old = output.parent / f".{output.name}.replaced-{secrets.token_hex(4)}"
     output.rename(old)
     try:

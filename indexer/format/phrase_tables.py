@@ -1,8 +1,8 @@
 """Phrase tables: which tokens followed the frequent short n-grams of a corpus, and how often.
 
-They are an n-gram trie of four levels in plain arrays. Each count is one byte, exact for small
-counts and on a logarithmic scale above. Both are part of the on-disk format, which
-docs/reference/format.md specifies.
+The tables are an n-gram trie of four levels in plain arrays. Each count is one byte: exact for
+small counts, and on a logarithmic scale above. The trie and the scale are part of the on-disk
+format, which docs/reference/format.md specifies.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from indexer.format.names import COUNT_DTYPE, MAX_ORDER, PHRASE_FILES, POSITION_
 
 _EXACT: Final = 16
 _CODES_PER_DOUBLING: Final = 8
-"""With this, 256 codes reach 1.6e10 occurrences with an error of at most 6%, and small counts,
+"""With this value, 256 codes reach 1.6e10 occurrences with an error of at most 6%. Small counts,
 which most n-grams have, are exact."""
 
 
@@ -25,10 +25,11 @@ def _scale() -> NDArray[np.int64]:
 
 
 COUNT_SCALE: Final = _scale()
-"""int64[256]: the count of each code.
+"""int64[256]: the count that each code stands for.
 
-Code c up to 16 means c, and above 16 * 2**((c - 16) / 8), rounded to an integer; 255 is about
-1.6e10. Neighbours differ by at most 12%, so a code is at most 6% off.
+A code c up to 16 stands for c. A higher code stands for 16 * 2**((c - 16) / 8), rounded to an
+integer; 255 is about 1.6e10. Neighbouring counts differ by at most 12%, so a code is at most 6%
+off.
 """
 
 COUNT_VALUES: Final = COUNT_SCALE.astype(np.float32)
@@ -40,10 +41,10 @@ _MIDDLES: Final = (COUNT_SCALE[:-1] + COUNT_SCALE[1:]) / 2
 
 
 def encode_counts(counts: NDArray[np.integer[Any]]) -> NDArray[np.uint8]:
-    """Return the codes nearest to counts; on a tie, the smaller one.
+    """Return, for each count, the nearest code; on a tie, the smaller one.
 
-    Counts beyond the scale get its last code. A count on the scale gets its own code, and larger
-    counts never get smaller codes.
+    Counts beyond the scale get the last code. A count on the scale gets its exact code, and a
+    larger count never gets a smaller code.
 
     Args:
         counts: integers from 0 up, of any shape.
@@ -53,25 +54,26 @@ def encode_counts(counts: NDArray[np.integer[Any]]) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PhraseTables:
-    """The tables of an index, immutable; all arrays are read-only, those of an index mapped.
+    """The phrase tables of an index. They are immutable, and their arrays are read-only.
 
-    Level k, at index k - 1 of each tuple, holds the n-grams of k tokens. Those with the same first
-    k - 1 tokens are adjacent, most frequent first, in the order of that *parent* in its level. So
-    the entry of an n-gram is the state of a reader that has seen it: the successors of entry e of
-    level k are the entries `starts[k - 1][e]` to `starts[k - 1][e + 1]` of level k + 1.
+    Level k, at index k - 1 of each tuple, has the n-grams of k tokens. N-grams with the same first
+    k - 1 tokens are adjacent, most frequent first. These groups are in the order of their common
+    prefix, the *parent*, in its own level. So an entry is the state of an automaton that has read
+    its n-gram: the successors of entry e of level k are the entries `starts[k - 1][e]` to
+    `starts[k - 1][e + 1]` of level k + 1.
 
-    Opening an index checks only what is quick: the sizes of all arrays and both ends of `starts`.
-    So on a damaged disk `starts` may otherwise hold any value, and kernels must clamp them to the
-    next level; tokens may be outside the vocabulary.
+    Opening an index makes only fast checks: the sizes of all arrays, and the first and last
+    elements of `starts`. On a damaged disk, all other elements of `starts` may have any value, so
+    kernels must clamp them to the next level. Tokens may be outside the vocabulary.
 
     Attributes:
         starts: uint32[entries + 1] for each of levels 1, 2 and 3.
-        tokens: uint16[entries] or uint32[entries], as in segments: the last token of each entry;
-            empty for level 1, where the entry's number is the token.
+        tokens: uint16[entries] or uint32[entries], as in segments: the last token of each entry.
+            Empty for level 1, where the entry's number is the token.
         counts: uint8[entries], codes of `COUNT_VALUES`: how often the n-gram occurs, also at the
-            end of a document. If the counts of an entry's successors sum to less than its count,
-            the rest was followed by the end of a document or by n-grams without an entry. With
-            rounded counts, the sum may also exceed it.
+            end of a document. The counts of an entry's successors may sum to less than the entry's
+            count. Then the other occurrences were followed by the end of a document or by n-grams
+            without an entry. With rounded counts, the sum may also be larger.
     """
 
     starts: tuple[NDArray[np.uint32], ...]
@@ -105,12 +107,12 @@ class PhraseTables:
 
     @property
     def num_entries(self) -> tuple[int, ...]:
-        """Number of entries of levels 1 to 4; level 1 has one for every token of the vocabulary."""
+        """Number of entries in each of levels 1 to 4; level 1 has one entry for every token id."""
         return tuple(len(counts) for counts in self.counts)
 
     @property
     def num_bytes(self) -> int:
-        """Size of all arrays, in memory as on disk."""
+        """Size of all arrays, which is the same in memory and on disk."""
         return sum(array.nbytes for array in self.files().values())
 
     def files(self) -> dict[str, NDArray[Any]]:
@@ -127,7 +129,7 @@ class PhraseTables:
 
     @classmethod
     def of_files(cls, arrays: dict[str, NDArray[Any]]) -> Self:
-        """Return the tables for arrays that `files` returned."""
+        """Return the tables of arrays that `files` returned."""
         levels = range(1, MAX_ORDER + 1)
         return cls(
             tuple(arrays[f"starts{level}"] for level in levels[:-1]),

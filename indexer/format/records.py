@@ -18,7 +18,7 @@ from indexer.tokenizer import Vocabulary
 
 _CHECKSUM_BYTES: Final = 32
 _READ_BYTES: Final = 1 << 22
-"""Bytes read at a time for a checksum: enough for a disk's full speed."""
+"""Bytes to read at a time for a checksum: enough for a disk's full speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class Document:
     """A document as an index lists it.
 
     Attributes:
-        name: where the text came from: a path, or a path and a line number.
+        name: origin of the text: a path, or a path and a line number.
         licence: licence of the text; empty if unknown.
-        start: position of its first token in its segment.
+        start: position of the document's first token in its segment.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """Size in bytes and hexadecimal BLAKE2b-256 checksum of one file."""
+    """The size in bytes and the hexadecimal BLAKE2b-256 checksum of one file."""
 
     num_bytes: int
     checksum: str
@@ -74,12 +74,12 @@ class SegmentRecord:
     """A segment as a snapshot lists it.
 
     Attributes:
-        name: name of its folder.
+        name: name of the segment's folder.
         num_documents: number of documents.
         num_tokens: number of tokens, without separators.
         licences: licences that the documents' licence numbers refer to.
         files: size and checksum of each of `SEGMENT_FILES`, and of the `OPTIONAL_SEGMENT_FILES`
-            that it has.
+            that the segment has.
     """
 
     name: str
@@ -90,7 +90,7 @@ class SegmentRecord:
 
     @property
     def keeps_texts(self) -> bool:
-        """Whether the texts of its documents are stored."""
+        """Whether the texts of the segment's documents are stored."""
         return TEXTS_FILE in self.files
 
     def encode(self) -> dict[str, Any]:
@@ -121,9 +121,9 @@ class PhrasesRecord:
     """The phrase tables as a snapshot lists them.
 
     Attributes:
-        name: name of their folder.
-        segments: names of the segments whose n-grams they count: those of the snapshot, except
-            segments that were added since.
+        name: name of the tables' folder.
+        segments: names of the segments whose n-grams the tables count. Segments of the snapshot
+            that were added later are missing.
         files: size and checksum of each of `PHRASE_FILES`.
     """
 
@@ -145,7 +145,7 @@ class PhrasesRecord:
 
 @dataclass(frozen=True, slots=True)
 class ScreeningRecord:
-    """What was removed from all documents of an index.
+    """What screening removed from all documents of an index.
 
     Attributes:
         redacted: whether secrets were replaced.
@@ -178,9 +178,9 @@ class Contents:
         phrases: phrase tables of the segments.
         next_segment: number of the next segment to write; names are never reused.
         tokenizer: stored tokenizer; None for an index that was built from token ids.
-        screening: screening of its documents.
-        licence: licence that was given for all of them, and the default for added documents; empty
-            if each document has its own.
+        screening: screening of the documents.
+        licence: licence that was stated for all documents, and the default for added documents;
+            empty if each document has its own.
     """
 
     vocabulary: Vocabulary
@@ -198,7 +198,7 @@ class Contents:
 
     @property
     def num_uncounted_tokens(self) -> int:
-        """Number of tokens in segments that the phrase tables do not count."""
+        """Number of tokens in segments that the phrase tables do not cover."""
         counted = set(self.phrases.segments)
         return sum(each.num_tokens for each in self.segments if each.name not in counted)
 
@@ -247,10 +247,10 @@ class Contents:
 
 
 def checked_name(value: Any) -> str:
-    """Return the name in a record after checking that it is a number, not another path.
+    """Return the name in a record after checking that it is a number, not some other path.
 
     Raises:
-        ValueError: it is not a number.
+        ValueError: the name is not a number.
     """
     name = str(value["name"])
     if not is_ordinal_name(name):
@@ -264,7 +264,7 @@ def checksum_of(content: memoryview | bytes) -> str:
 
 
 def encode_json(value: Any) -> bytes:
-    """Return compact ASCII JSON with sorted keys: equal values give equal bytes."""
+    """Return compact ASCII JSON with sorted keys, so that equal values give equal bytes."""
     return json.dumps(value, separators=(",", ":"), sort_keys=True).encode("ascii")
 
 

@@ -1,4 +1,4 @@
-"""Reading all files of an index from one folder, even if another index replaces it."""
+"""Reads all files of an index from one folder, even if another index replaces the folder."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -9,14 +9,14 @@ from typing import Final, TypeVar
 from indexer.errors import IndexerError, IndexNotFoundError
 
 _MAX_ATTEMPTS: Final = 20
-"""Attempts to read a folder that may be replaced meanwhile. An index takes longer to build than to
-open, so even two replacements in a row are rare."""
+"""Attempts to read a folder that may be replaced meanwhile. Building an index takes longer than
+opening it, so even two replacements in a row are rare."""
 
 
 _T = TypeVar("_T")
 
 Identity = tuple[int, int]
-"""Device and number of a folder."""
+"""Device and inode number of a folder."""
 
 
 def from_same_folder(
@@ -24,8 +24,8 @@ def from_same_folder(
 ) -> _T:
     """Return the result of `read`, with all files from one folder.
 
-    `read` resolves paths file by file. If the folder at `path` was replaced during the call, its
-    result or its error may mix two indexes, and it is called again.
+    `read` opens paths file by file. If the folder at `path` is replaced during a call, its result
+    or its error may mix two indexes, so `read` is called again.
 
     Args:
         path: directory of the index.
@@ -52,7 +52,7 @@ def from_same_folder(
 
 @contextmanager
 def _held(path: Path) -> Iterator[int]:
-    """Open a folder, so that the file system does not give its inode number to another one."""
+    """Open a folder, so that the file system does not reuse its inode number."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -70,7 +70,7 @@ def _held(path: Path) -> Iterator[int]:
 
 
 def folder_identity(path: Path) -> Identity:
-    """Return a value that differs between the folder at a path and one that replaces it.
+    """Return a value that identifies the folder at a path, as opposed to any replacement.
 
     Raises:
         OSError: there is no folder.
@@ -80,7 +80,7 @@ def folder_identity(path: Path) -> Identity:
 
 
 def is_at(path: Path, descriptor: int) -> bool:
-    """Return whether a path leads to the file or folder that a descriptor has open."""
+    """Return whether a path points to the file or folder that a descriptor has open."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except OSError:

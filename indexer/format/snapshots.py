@@ -1,8 +1,8 @@
-"""Snapshots: the segments that make up an index, published one after another.
+"""Snapshots: each lists the segments that make up an index at one time.
 
-A snapshot is a small file that is written completely and then renamed to the next number; the
-highest number is the current index. A reader holds a shared lock on its snapshot's file; a writer
-removes an old snapshot only if no reader holds it.
+A snapshot is a small file. It is written completely and then renamed to the next number. The
+highest number is the current index. A process that reads a snapshot holds a shared lock on its
+file. A writer removes an old snapshot only if nobody holds that lock.
 """
 
 import errno
@@ -34,10 +34,10 @@ from indexer.format.output import sync_folder, write_file
 from indexer.format.records import Contents, checksum_of, decode_json, encode_json
 
 _MAX_ATTEMPTS: Final = 100
-"""Attempts to hold the latest snapshot while writers publish and remove: about a second in all."""
+"""Attempts to hold the latest snapshot while writers publish and remove; about a second in all."""
 
 _PATIENT_ATTEMPTS: Final = 10
-"""Attempts without a pause; later ones pause, as a network file system may show an old listing."""
+"""Attempts without a pause. Later ones pause, because network file systems may list old files."""
 
 _PAUSE_S: Final = 0.01
 """Pause between later attempts, in seconds."""
@@ -47,12 +47,12 @@ _MALFORMED: Final = (KeyError, OverflowError, TypeError, ValueError, AttributeEr
 
 
 class HeldSnapshot:
-    """A published snapshot that no writer removes while this object is open or referenced.
+    """A published snapshot. No writer removes it while this object is open or referenced.
 
     Attributes:
         number: number of the snapshot.
-        contents: contents that it publishes.
-        num_bytes: size of its file.
+        contents: contents that the snapshot publishes.
+        num_bytes: size of the snapshot's file.
         published_s: time of publication, in seconds since 1970.
     """
 
@@ -71,7 +71,7 @@ class HeldSnapshot:
             raise
 
     def is_latest(self) -> bool:
-        """Return whether this file is the latest snapshot of the index at the path.
+        """Return whether this is still the latest snapshot of the index at the path.
 
         Raises:
             IndexerError: there is no index.
@@ -94,12 +94,12 @@ def published_numbers(index: Path) -> list[int]:
 
     Raises:
         IndexNotFoundError: the folder has no part of an index.
-        DamagedIndexError: it has parts of an index, but no snapshot.
+        DamagedIndexError: the folder has parts of an index, but no snapshot.
     """
     numbers: list[int] = []
     for _ in range(_PATIENT_ATTEMPTS):
         numbers = sorted(int(name) for name in _names(index) if is_ordinal_name(name))
-        if numbers:  # an empty list may be due to changes while listing
+        if numbers:  # the list may be empty because files changed while they were listed
             break
     if not numbers:
         raise DamagedIndexError(
@@ -121,29 +121,29 @@ def _names(index: Path) -> list[str]:
 
 
 def hold_latest(index: Path) -> HeldSnapshot:
-    """Return the latest snapshot, held.
+    """Return the latest snapshot, and hold it.
 
     Raises:
         IndexNotFoundError: there is no index.
         DamagedIndexError: the snapshot is unreadable or invalid.
-        FormatVersionError: it has another format.
+        FormatVersionError: the snapshot has another format.
     """
     for attempt in range(_MAX_ATTEMPTS):
         number = published_numbers(index)[-1]
         descriptor = _hold(index / CATALOG_FOLDER / ordinal_name(number))
         if descriptor is not None:
             return HeldSnapshot(index, number, descriptor)
-        if attempt >= _PATIENT_ATTEMPTS:  # a cached listing, on a network file system
+        if attempt >= _PATIENT_ATTEMPTS:  # a network file system may have cached the listing
             time.sleep(_PAUSE_S)
     raise IndexerError(f"{index} changes faster than it can be opened: try again")
 
 
 def read_snapshot(index: Path, number: int) -> Contents:
-    """Return the contents of a snapshot without holding it; call only under the writer's lock.
+    """Return the contents of a snapshot without holding it. Call only under the writer's lock.
 
     Raises:
         DamagedIndexError: the snapshot is unreadable or invalid.
-        FormatVersionError: it has another format.
+        FormatVersionError: the snapshot has another format.
     """
     path = index / CATALOG_FOLDER / ordinal_name(number)
     try:
@@ -154,7 +154,7 @@ def read_snapshot(index: Path, number: int) -> Contents:
 
 
 def publish(index: Path, number: int, contents: Contents) -> None:
-    """Make a snapshot the latest one, in one step; everything that it lists must be on disk.
+    """Make a snapshot the latest one, in one step. All files that it lists must be on disk.
 
     Args:
         index: directory of the index, whose lock the caller holds.
@@ -162,7 +162,7 @@ def publish(index: Path, number: int, contents: Contents) -> None:
         contents: contents to publish.
 
     Raises:
-        IndexerError: the disk is full or refuses.
+        IndexerError: the disk is full, or the system denies the write.
     """
     body = encode_json({"format": FORMAT_VERSION, **contents.encode()})
     folder = index / CATALOG_FOLDER
@@ -175,13 +175,13 @@ def publish(index: Path, number: int, contents: Contents) -> None:
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
-    with suppress(OSError):  # published, but maybe not safe from a power failure yet
+    with suppress(OSError):  # published, though a power failure might still undo it
         sync_folder(folder)
 
 
 @contextmanager
 def unheld(index: Path, number: int) -> Iterator[bool]:
-    """Yield whether no reader holds a snapshot, and keep readers out during the block."""
+    """Yield whether nobody holds a snapshot, and let nobody open it during the block."""
     path = index / CATALOG_FOLDER / ordinal_name(number)
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -191,7 +191,7 @@ def unheld(index: Path, number: int) -> Iterator[bool]:
 
 
 def _hold(path: Path) -> int | None:
-    """Open and lock the file of a snapshot; None if a writer is about to remove it."""
+    """Open and lock a snapshot's file. Return None if a writer is about to remove it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -205,7 +205,7 @@ def _hold(path: Path) -> int | None:
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Lock a file without waiting; on a file system without locks nothing is ever removed."""
+    """Lock a file without waiting. On a file system without locks, nothing is ever removed."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,12 +1,13 @@
-"""Building phrase tables from counted n-grams, and summing the tables of several corpora.
+"""Builds phrase tables from counted n-grams, and sums the tables of several corpora.
 
-Tables keep the n-grams that are worth their bytes. The shortest and most frequent n-grams draft
-about as well as all of them: CREST (Ho, Park and Wang, 2024, arXiv:2408.04678) found drafts of the
-same length in a tenth of the space.
+Tables store only the shortest and most frequent n-grams. They draft about as well as all n-grams:
+CREST (Ho, Park and Wang, 2024, arXiv:2408.04678) found drafts of the same length in a tenth of the
+space.
 
-Large tables are summed in another process: summing takes seconds and several times their size in
-memory and holds the GIL for much of the time, while drafting must neither wait nor keep that
-memory. The sum is returned in a temporary file, which is mapped like the files of an index.
+Large tables are summed in another process. Summing takes seconds and several times their size in
+memory, and it holds the GIL for much of the time. Drafting must not wait for it, nor keep that
+memory afterwards. The sum is returned in a temporary file, which is mapped like the files of an
+index.
 """
 
 import json
@@ -32,11 +33,11 @@ _TOKEN_BITS: Final = np.uint64(32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Level:
-    """N-grams of one length: a level of a trie under construction.
+    """N-grams of one length, which form one level of a trie under construction.
 
     Attributes:
-        parents: int64[n], entry of all but the last token in the level below; for n-grams of two
-            tokens, the first token itself.
+        parents: int64[n], the entry, in the level below, of all tokens but the last. For n-grams of
+            two tokens, it is the first token itself.
         tokens: uint16[n] or uint32[n], last token of each n-gram.
         counts: int64[n] of occurrences, or uint8[n] of codes.
     """
@@ -53,15 +54,15 @@ class Level:
 
 
 def count_ngrams(tokens: Tokens, suffixes: NDArray[np.uint32]) -> list[Level]:
-    """Return levels 2 to 4 of the n-grams that begin at sorted suffixes and have no separator.
+    """Return levels 2 to 4 of the n-grams without separator that start at sorted suffixes.
 
     Args:
         tokens: unsigned[t], tokens of a segment.
-        suffixes: uint32[m], m ≥ 1, neighbours in its suffix array.
+        suffixes: uint32[m], m ≥ 1, adjacent elements of the segment's suffix array.
     """
     separator = separator_of(tokens.dtype)
     positions = suffixes.astype(np.int64)
-    # Past the end, the last token is read again, which is a separator.
+    # Past the end, the last token is read again. It is a separator.
     column = tokens.take(positions, mode="clip")
     parents_begin, differs = column, _changes(column)
     is_whole = column != separator
@@ -83,10 +84,10 @@ def count_ngrams(tokens: Tokens, suffixes: NDArray[np.uint32]) -> list[Level]:
 
 
 def merge_levels(parts: Sequence[list[Level]]) -> list[Level]:
-    """Return the n-grams of all parts, with their counts summed, sorted by parent and token.
+    """Return the n-grams of all parts with summed counts, sorted by parent and token.
 
     Args:
-        parts: levels 2 to 4 of each part; several parts may be in any order.
+        parts: levels 2 to 4 of each part. If there are several parts, they may be in any order.
     """
     parts = [part for part in parts if len(part[0])] or parts[:1]
     if len(parts) == 1:
@@ -105,11 +106,11 @@ def merge_levels(parts: Sequence[list[Level]]) -> list[Level]:
 def _merge_level(
     levels: Sequence[Level], parents: Sequence[NDArray[np.int64]]
 ) -> tuple[Level, list[NDArray[np.int64]]]:
-    """Return a merged level, and the places of each part's entries in it.
+    """Return a merged level, and the places of each part's entries in the merged level.
 
     Args:
-        levels: level of each part.
-        parents: parents of the entries of each part, in the merged level below.
+        levels: this level of each part.
+        parents: for each part, the parents of its entries in the merged level below.
     """
     keys = [
         each.astype(np.uint64) << _TOKEN_BITS | level.tokens
@@ -127,52 +128,52 @@ def _merge_level(
 
 
 def _changes(column: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return for each element whether it differs from the previous one."""
+    """Return, for each element, whether it differs from the previous one."""
     changes = np.ones(len(column), np.bool_)
     np.not_equal(column[1:], column[:-1], out=changes[1:])
     return changes
 
 
 MIN_COUNTS: Final = (1, 2, 2)
-"""Least counts of n-grams of 2, 3 and 4 tokens with an entry if all fit; these counts equal their
-codes."""
+"""Least counts of n-grams of 2, 3 and 4 tokens that get an entry, if all of these fit. These counts
+equal their codes."""
 
 _TURNS: Final = (1, 2, 0)
-"""Order in which the least counts are raised if not all fit: n-grams of 4, 2, then 3 tokens.
-Measured on held-out answers, this drafts better at equal size than longest first, or 4, 3, 2."""
+"""Order in which the least counts are raised if not all n-grams fit: 4 tokens, 2 tokens, then 3. On
+held-out answers, this drafts better at equal size than longest first, or 4, 3, 2."""
 
 MAX_BYTES_PER_TOKEN: Final = 2
 """Most bytes of levels 2 to 4 per token of the corpus. On 5.8M tokens of chat, pairs with at least
-one occurrence and longer n-grams with at least two take 2.1 bytes per token; all n-grams take 5.4
-bytes for 1% more tokens per step."""
+one occurrence and longer n-grams with at least two take 2.1 bytes per token. All n-grams take 5.4
+bytes per token, for 1% more tokens per step."""
 
 MIN_BYTES: Final = 1 << 23
-"""Size that levels 2 to 4 may always have: small corpora repeat less, and their tables cost little.
-At 0.3M tokens it keeps all n-grams, for 36.4% instead of 34.0% correct within the first four
-guesses."""
+"""Size that levels 2 to 4 may always have. Small corpora repeat less, and their tables cost little.
+With 0.3M tokens, this size fits all n-grams. Then 36.4% instead of 34.0% are correct within the
+first four guesses."""
 
 _MAX_BYTES: Final = 2**32 - 1
-"""Largest size of levels 2 to 4, in bytes: entry numbers have four bytes."""
+"""Largest size of levels 2 to 4, in bytes; entry numbers have four bytes."""
 
 NUM_CODES: Final = 256
 """Number of codes of counts; see `indexer.format.phrase_tables`."""
 
 _STARTS_BYTES: Final = POSITION_DTYPE.itemsize * (MAX_ORDER - 2)
-"""Bytes of `starts` of levels without entries."""
+"""Bytes that `starts` take for levels without entries."""
 
 
 def merge_tables(tables: Sequence[PhraseTables]) -> PhraseTables:
-    """Return one set of tables for several corpora, with all n-grams and summed counts.
+    """Return the tables of several corpora as one set, with all n-grams and summed counts.
 
-    N-grams that one of the tables left out count as absent from its corpus. The result is no larger
-    than the tables together, and their sizes bound the memory that this takes.
+    If a table has no entry for an n-gram, the n-gram counts as absent from that corpus. The result
+    is no larger than all tables together, and their sizes bound the memory that this takes.
 
     Args:
-        tables: at least one, all for one vocabulary; not changed.
+        tables: at least one set of tables, all for one vocabulary; not changed.
 
     Raises:
         ValueError: there are no tables, or they are for several vocabularies.
-        DamagedIndexError: `starts` of a table do not divide the next level.
+        DamagedIndexError: a table's `starts` do not cover the next level.
     """
     if len({each.vocabulary_size for each in tables}) != 1:
         raise ValueError("phrase tables are merged for one vocabulary")
@@ -183,17 +184,17 @@ def merge_tables(tables: Sequence[PhraseTables]) -> PhraseTables:
 
 
 def size_limit(num_tokens: int) -> int:
-    """Return how many bytes levels 2 to 4 may have for a corpus of this many tokens."""
+    """Return how many bytes levels 2 to 4 may take for a corpus of this many tokens."""
     return min(max(MAX_BYTES_PER_TOKEN * num_tokens, MIN_BYTES), _MAX_BYTES)
 
 
 def prune(levels: Sequence[Level], least: Sequence[int]) -> list[Level]:
-    """Return the n-grams whose counts, or codes, are at least the given ones, in the same order.
+    """Return the n-grams with at least the given counts or codes, in the same order.
 
     Args:
         levels: levels 2 to 4; no n-gram has a higher count than its prefix. If a level is empty but
-            the next one is not, parents are left unchanged.
-        least: least count or code for each level, never lower for longer n-grams.
+            the next level is not, parents are left unchanged.
+        least: least count or code for each level; longer n-grams never have a lower one.
     """
     pruned = []
     places = None
@@ -226,15 +227,15 @@ def in_order(levels: Sequence[Level]) -> list[Level]:
 
 
 def least_codes(histograms: NDArray[np.int64], token_bytes: int, max_bytes: int) -> list[int]:
-    """Return the least code for each of levels 2 to 4 with which all of them fit.
+    """Return the least code for each of levels 2 to 4 with which all levels fit.
 
-    Starting from `MIN_COUNTS`, the codes for n-grams of 4, 2 and 3 tokens are raised by one in turn
-    until the rest fits or is empty.
+    Starting from `MIN_COUNTS`, the codes for n-grams of 4, 2 and 3 tokens are raised by one in
+    turn, until the remaining n-grams fit or none remain.
 
     Args:
-        histograms: int64[3, 256], entries of levels 2 to 4 by code.
+        histograms: int64[3, 256], number of entries of levels 2 to 4, by code.
         token_bytes: size of a token.
-        max_bytes: most bytes of tokens, codes and starts of all three.
+        max_bytes: most bytes of tokens, codes and starts of all three levels.
     """
     steps = np.arange(len(histograms) * NUM_CODES)
     least = [
@@ -285,29 +286,29 @@ def _levels_of(tables: PhraseTables) -> list[Level]:
 
 
 SMALL_BYTES: Final = 1 << 20
-"""Tables of at most this total size, in bytes, are summed in this process, since starting another
-one takes longer."""
+"""Tables of at most this total size, in bytes, are summed in this process, because starting another
+process takes longer."""
 
 _ALIGNMENT: Final = 64
 """Alignment of arrays in the file, in bytes: a cache line, and more than any dtype needs."""
 
 _DAMAGED: Final = 10  # an exit status that Python itself never uses
 _PRIORITY: Final = 10
-"""Niceness of the summing process, so that drafts go first."""
+"""Niceness of the summing process, so that drafting has priority."""
 
 
 Layout = list[tuple[str, str, int]]
-"""Name, dtype and length of arrays in a file, one after another."""
+"""Name, dtype and length of each array in a file, in order."""
 
 
 def sum_tables(tables: Sequence[PhraseTables], small_bytes: int = SMALL_BYTES) -> PhraseTables:
-    """Return one set of tables for several corpora; see `merge_tables`.
+    """Return the tables of several corpora as one set; see `merge_tables`.
 
     Large tables are summed in another process.
 
     Raises:
-        DamagedIndexError: `starts` of a table do not divide the next level.
-        IndexerError: there is not enough memory or room for temporary files.
+        DamagedIndexError: a table's `starts` do not cover the next level.
+        IndexerError: there is not enough memory, or not enough space for temporary files.
     """
     if len(tables) == 1 or sum(each.num_bytes for each in tables) <= small_bytes:
         return merge_tables(tables)
@@ -317,13 +318,13 @@ def sum_tables(tables: Sequence[PhraseTables], small_bytes: int = SMALL_BYTES) -
             return _map(result, [_add_up(terms, layouts, result)])[0]
     except OSError as error:
         raise IndexerError(
-            f"phrase tables cannot be summed: {error.strerror}; TMPDIR says where "
-            "temporary files go"
+            f"phrase tables cannot be summed: {error.strerror}; TMPDIR names the folder for "
+            "temporary files"
         ) from error
 
 
 def _add_up(terms: BinaryIO, layouts: list[Layout], result: BinaryIO) -> Layout:
-    """Have a child process read the terms and write the result; return its layout."""
+    """Let a child process read the tables and write their sum; return the sum's layout."""
     files = (terms.fileno(), result.fileno())
     command = [sys.executable, "-m", __name__, *map(str, files), json.dumps(layouts)]
     path = os.pathsep.join(filter(None, sys.path))
@@ -344,7 +345,7 @@ def _add_up(terms: BinaryIO, layouts: list[Layout], result: BinaryIO) -> Layout:
 
 
 def _write(file: BinaryIO, tables: PhraseTables) -> Layout:
-    """Append arrays to a file."""
+    """Append the arrays of tables to a file; return their layout."""
     arrays = tables.files()
     for array in arrays.values():
         file.write(np.ascontiguousarray(array).view(np.uint8).data)
@@ -354,7 +355,7 @@ def _write(file: BinaryIO, tables: PhraseTables) -> Layout:
 
 
 def _map(file: BinaryIO, layouts: Sequence[Layout]) -> list[PhraseTables]:
-    """Return the tables that were written to a file."""
+    """Return the tables that were written to a file, mapped into memory."""
     content = mmap(file.fileno(), 0, access=ACCESS_READ)
     tables, begin = [], 0
     for layout in layouts:
@@ -367,7 +368,7 @@ def _map(file: BinaryIO, layouts: Sequence[Layout]) -> list[PhraseTables]:
 
 
 def _main(terms: str, result: str, layouts: str) -> int:
-    with suppress(OSError):  # a systemd unit may forbid it
+    with suppress(OSError):  # a systemd unit may forbid a change of priority
         os.nice(_PRIORITY)
     with os.fdopen(int(terms), "rb") as terms_file, os.fdopen(int(result), "wb") as result_file:
         try:

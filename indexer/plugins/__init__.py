@@ -1,1 +1,1 @@
-"""Optional parts of an installation: the rest works without the folder of any of them."""
+"""Optional parts of an installation. Any of these folders may be missing."""

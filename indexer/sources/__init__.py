@@ -1,7 +1,7 @@
-"""Sources: finding files, cutting them into blocks for parallel work, and reading documents.
+"""Finds source files, cuts them into blocks for parallel work, and reads their documents.
 
-`plan` lists files and cuts them into blocks; `read` yields the documents of a block, in any
-process. The documents of all blocks, in order, are the documents of the sources in order.
+`plan` lists files and cuts them into blocks. `read` yields the documents of one block, in any
+process. Concatenated in block order, the documents come in the order of the sources.
 """
 
 from indexer.sources.blocks import (

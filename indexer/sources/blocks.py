@@ -1,4 +1,4 @@
-"""The values of a plan: files, pieces of files, blocks of pieces, and documents."""
+"""The values that make up a plan: files, pieces of files, blocks of pieces, and documents."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from typing import Final
 
 
 class FileForm(StrEnum):
-    """The form of a file: a text, a container of texts, records in lines or JSON, or a table."""
+    """The form of a file: plain text, a format that contains text, records, or a table."""
 
     TEXT = "text"
     NOTEBOOK = "notebook"
@@ -45,12 +45,12 @@ class Format:
 
     @property
     def is_table(self) -> bool:
-        """Whether pyarrow reads the file."""
+        """Whether the file is read with pyarrow."""
         return self.form in _TABLES.values()
 
     @property
     def is_text(self) -> bool:
-        """Whether its records are texts, not JSON objects or rows."""
+        """Whether the file's records are texts rather than JSON objects or rows."""
         return self.form in _TEXTS
 
 
@@ -95,7 +95,7 @@ _NAMES: Final = frozenset(
 
 
 def format_of(name: str) -> Format | None:
-    """Return the format of a file by its name; None if the name does not tell."""
+    """Return the format that a file's name implies, or None if it implies none."""
     inner, compression = _decompressed(name.lower())
     suffix = PurePath(inner).suffix
     if suffix in _RECORDS:
@@ -108,7 +108,7 @@ def format_of(name: str) -> Format | None:
 
 
 def text_format_of(name: str) -> Format:
-    """Return the format of a file that is known to be text, with any suffix."""
+    """Return the format of a file with any suffix that is known to be text."""
     return Format(FileForm.TEXT, _decompressed(name.lower())[1])
 
 
@@ -119,11 +119,11 @@ def _decompressed(name: str) -> tuple[str, Compression]:
 
 
 def is_code(suffix: str) -> bool:
-    """Return whether a suffix, in lower case, belongs to text that is not prose."""
+    """Return whether a suffix, in lower case, belongs to a text file that is not prose."""
     return suffix in _TEXT - _PROSE
 
 
-# Opening a file takes time even if it is empty, so it counts as at least this many bytes.
+# Opening a file takes time even if it is empty, so each file counts as at least this many bytes.
 _MIN_WEIGHT_BYTES: Final = 4096
 
 
@@ -137,9 +137,10 @@ _HALF: Final = re.compile("[\ud800-\udfff]")
 
 
 def whole_characters(text: str) -> str:
-    """Return a text with U+FFFD for each lone surrogate.
+    """Return a text in which U+FFFD replaces each lone surrogate.
 
-    JSON allows them. A truncated stream leaves one, and Python uses one for an undecodable byte.
+    JSON allows lone surrogates. A truncated stream ends in one, and Python uses one for an
+    undecodable byte.
     """
     return _HALF.sub("\ufffd", text)
 
@@ -149,11 +150,12 @@ class SourceDocument:
     """A document as found in a source.
 
     Attributes:
-        name: path of the file, followed in JSON lines by `:` and the line, counted from 1, and in
-            tables by `:` and the row, counted from 0. The name of a conversation's turn ends in `#`
-            and the turn's number, counted from 1.
+        name: path of the file. In JSON lines, `:` and the line number follow, counted from 1. In
+            tables, `:` and the row number follow, counted from 0. For a turn of a conversation, `#`
+            and the turn's number follow, counted from 1.
         licence: an SPDX identifier or whatever the source says; empty if unknown.
-        text: text; may be empty, or contain characters that cannot be indexed, such as NUL.
+        text: content of the document. It may be empty, or contain characters that cannot be
+            indexed, such as NUL.
     """
 
     name: str
@@ -167,9 +169,9 @@ class SourceFile:
 
     Attributes:
         path: path of the file.
-        name: path as in names of documents, with non-UTF-8 bytes replaced.
+        name: path as it appears in document names, with non-UTF-8 bytes replaced.
         format: format of the file.
-        licence: licence of its documents, unless they have their own; empty if unknown.
+        licence: licence of documents that do not state their own; empty if unknown.
         num_bytes: size on disk.
     """
 
@@ -186,10 +188,10 @@ class SourcePiece:
 
     Attributes:
         file: the file.
-        num_bytes: share of the piece in the file's size on disk.
-        start: offset of the first byte; in tables, the first row group or record batch.
-        end: offset after the last byte; in tables, the row group or record batch after the last.
-        first: number of lines or rows of the file before the piece.
+        num_bytes: the piece's share of the file's size on disk.
+        start: offset of the first byte. In tables, number of the first row group or record batch.
+        end: offset after the last byte. In tables, number after the last row group or record batch.
+        first: number of lines or rows of the file that precede the piece.
     """
 
     file: SourceFile
@@ -201,18 +203,18 @@ class SourcePiece:
 
 @dataclass(frozen=True, slots=True)
 class SourceBlock:
-    """The pieces that one task reads; can be pickled, and depends on no other block."""
+    """The pieces that one task reads. It can be pickled, and depends on no other block."""
 
     pieces: tuple[SourcePiece, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Size of its pieces on disk."""
+        """Size of the pieces on disk."""
         return sum(piece.num_bytes for piece in self.pieces)
 
 
 def gather(pieces: Iterable[SourcePiece], block_bytes: int) -> Iterator[SourceBlock]:
-    """Yield blocks of about `block_bytes`: small pieces grouped, a large one alone."""
+    """Yield blocks of about `block_bytes`; small pieces share a block, a large one is alone."""
     gathered: list[SourcePiece] = []
     size = 0
     for piece in pieces:

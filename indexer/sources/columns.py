@@ -1,4 +1,4 @@
-"""Selection of the columns of tables to read."""
+"""Selects which columns of a table to read."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -12,21 +12,22 @@ from indexer.sources.chats.shapes import OUTPUTS, PROMPTS, SYSTEM, TURN_LISTS, i
 from indexer.sources.source_options import SourceOptions
 
 _MAX_KEYS: Final = 12
-"""Most keys that a message names: log records have some ten, rows of a wide table hundreds."""
+"""Most keys that a message names. Log records have about ten keys, wide tables have hundreds."""
 
 _MAX_KEY_CHARACTERS: Final = 40
 _MAX_FIELDS: Final = 3
 _MAX_PATH: Final = 6
-"""Most nested keys to search for texts."""
+"""Most levels of nested keys to search for texts."""
 
 
 def record_columns(names: Sequence[str], options: SourceOptions) -> list[str]:
-    """Return the columns of a table to read: texts or conversations, and licences.
+    """Return the columns of a table to read: those with texts, conversations or licences.
 
-    All columns are read if an expression may name any, or if the rest of a record is needed, too.
+    All columns are read if a field expression could name any column, or if whole records are
+    needed.
 
     Raises:
-        RefusedFileError: there is no column of texts or conversations.
+        RefusedFileError: no column has texts or conversations.
     """
     if options.field in names:
         wanted = [options.field]
@@ -46,7 +47,7 @@ def record_columns(names: Sequence[str], options: SourceOptions) -> list[str]:
 
 
 def _conversation_columns(names: Collection[str], *, with_outputs: bool = True) -> list[str]:
-    """Return the columns of conversations; empty if there are none."""
+    """Return the columns that contain conversations; empty if there are none."""
     is_log = "request" in names and "response" in names
     has_output = not with_outputs or any(key in names for key in (*OUTPUTS, "chosen"))
     has_pair = has_output and any(key in names for key in PROMPTS)
@@ -57,7 +58,7 @@ def _conversation_columns(names: Collection[str], *, with_outputs: bool = True) 
 
 
 def listed_keys(names: Sequence[str] | Mapping[str, Any]) -> str:
-    """Return keys in words, the first of many."""
+    """Return the keys as a list in words; if there are many, only the first ones are named."""
     shown = [
         repr(shorten(str(name), _MAX_KEY_CHARACTERS, placeholder="…"))
         for name in list(names)[:_MAX_KEYS]
@@ -67,14 +68,14 @@ def listed_keys(names: Sequence[str] | Mapping[str, Any]) -> str:
 
 
 def with_fields(record: Mapping[str, Any]) -> str:
-    """Return possible values of `--field` for a record: its texts and turns, the longest first."""
+    """Return values to suggest for `--field`: the record's texts and turns, longest first."""
     found = sorted(_paths(record, "", 0), key=lambda each: -each[1])[:_MAX_FIELDS]
     paths = ", ".join(f"'{path}'" for path, _ in found)
     return f", such as {paths}" if found else ""
 
 
 def _paths(value: Any, path: str, depth: int) -> Iterator[tuple[str, int]]:
-    """Yield expressions that name texts or turns, each with its length in characters."""
+    """Yield expressions that name texts or turns, each with the length of its value."""
     if isinstance(value, str):
         if len(value.split()) > 1:
             yield path, len(value)

@@ -1,4 +1,4 @@
-"""Files as streams: decompressed, decoded and in bounded lines, with errors that explain damage."""
+"""Opens files as streams: decompressed, decoded, in lines of bounded length, with clear errors."""
 
 import bz2
 import codecs
@@ -29,14 +29,14 @@ from indexer.sources.source_options import (
 )
 
 BOM_BYTES: Final = 4
-"""Bytes at the start of a file that tell its encoding."""
+"""Number of bytes at the start of a file that determine its encoding."""
 
 COPY_AGAIN: Final = "copy it again, or give it the suffix of its real type"
 
 _DAMAGED: Final = (EOFError, zlib.error, gzip.BadGzipFile, zstd.ZstdError, lzma.LZMAError)
-"""Raised when reading a damaged compressed file, after the data before the damage."""
+"""Raised while reading a damaged compressed file, after the data before the damage is read."""
 
-# UTF-32 first: its mark begins with that of UTF-16.
+# UTF-32 first, because its byte order mark starts with the one of UTF-16.
 _MARKS: Final = {
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
@@ -49,22 +49,22 @@ _MAGIC: Final = {
     b"\x28\xb5\x2f\xfd": ("Zstandard", "add .zst to its name"),
     b"BZh": ("bzip2", "add .bz2 to its name"),
     b"\xfd7zXZ": ("xz", "add .xz to its name"),
-    b"PK\x03\x04": ("a zip archive", "unpack it; of a spreadsheet, save the table as CSV"),
+    b"PK\x03\x04": ("a zip archive", "unpack it; if it is a spreadsheet, save the table as CSV"),
     b"PAR1": ("Parquet", "end its name in .parquet"),
     b"ARROW1": ("Arrow", "end its name in .arrow"),
-    b"SQLite format 3": ("a database of SQLite", "export its table as CSV or JSON lines"),
+    b"SQLite format 3": ("an SQLite database", "export its table as CSV or JSON lines"),
 }
-"""First bytes of files that are not text: what they are, and what to do."""
+"""First bytes of files that are not text, with the file type and what the user can do."""
 
 _MAGIC_BYTES: Final = 16
 
 
 @contextmanager
 def reading(file: SourceFile) -> Iterator[None]:
-    """If a file cannot be read, or not to its end, raise an error that says why.
+    """If the file cannot be read, or not to its end, raise an error that says why.
 
     Raises:
-        UnusableError: the system refuses, the file is damaged, or it has another encoding.
+        UnusableError: the file is damaged, is not accessible, or has another encoding.
     """
     try:
         yield
@@ -79,11 +79,11 @@ def reading(file: SourceFile) -> Iterator[None]:
 
 @contextmanager
 def opened(file: SourceFile) -> Iterator[tuple[Any, IO[bytes]]]:
-    """Yield a stream of a file's decompressed bytes, and the stream of the file itself.
+    """Yield a stream of the file's decompressed bytes, and the stream of the file itself.
 
     Raises:
         OSError: the file cannot be opened.
-        RefusedFileError: it is of another type than its name says.
+        RefusedFileError: the file does not have the type that its name implies.
     """
     with file.path.open("rb") as raw:
         if file.format.compression == Compression.NONE:
@@ -107,23 +107,23 @@ def _check_kind(head: bytes) -> None:
 
 
 def encoding_of(head: bytes, otherwise: str) -> str:
-    """Return the encoding of a file's text by its byte order mark.
+    """Return a text file's encoding, from its byte order mark.
 
     Args:
         head: first bytes of the file, `BOM_BYTES` or more.
-        otherwise: encoding of a file without a mark.
+        otherwise: encoding to return if there is no byte order mark.
     """
     return next((name for mark, name in _MARKS.items() if head.startswith(mark)), otherwise)
 
 
 def has_plain_newlines(encoding: str) -> bool:
-    """Return whether an encoding writes a line break as the single ASCII byte."""
+    """Return whether the encoding writes a line break as a single ASCII byte."""
     return encoding == "utf-8-sig" or "\n".encode(encoding) == b"\n"
 
 
 @contextmanager
 def decoded(stream: Any, encoding: str) -> Iterator[Any]:
-    """Yield a stream of lines: text if line breaks are not single bytes, else bytes."""
+    """Yield a stream of lines: bytes if each line break is a single byte, otherwise text."""
     if has_plain_newlines(encoding):
         yield stream
         return
@@ -135,7 +135,7 @@ def decoded(stream: Any, encoding: str) -> Iterator[Any]:
 
 
 def bounded_lines(stream: Any, max_line: int, num_bytes: int) -> Iterator[str | bytes | None]:
-    """Yield lines, and None for a line beyond the limit, which is never held in memory.
+    """Yield lines. A line beyond the limit is yielded as None and never held in memory.
 
     Args:
         stream: stream of lines of text or bytes.
@@ -146,7 +146,7 @@ def bounded_lines(stream: Any, max_line: int, num_bytes: int) -> Iterator[str | 
         Lines with their line breaks.
 
     Raises:
-        UnicodeError: the rest of a stream of text cannot be decoded.
+        UnicodeError: the rest of a text stream cannot be decoded.
     """
     while num_bytes > 0 and (line := stream.readline(max_line)):
         num_bytes -= len(line)
@@ -168,14 +168,14 @@ STANDARD_INPUT_NAME: Final = "stdin"
 
 
 def keep_standard_input(scratch: Path | None, options: SourceOptions) -> SourceFile:
-    """Copy standard input to a file; plain text only up to just over the limit of a document.
+    """Copy standard input to a file. Plain text is copied only up to just over the size limit.
 
     Args:
         scratch: folder for the file; must exist until all blocks are read.
-        options: form of standard input, licence, and longest document.
+        options: form of standard input, licence, and size limit of a document.
 
     Raises:
-        SourceError: there is no folder, no standard input, or no space.
+        SourceError: there is no folder, no standard input, or no disk space.
     """
     stream: BinaryIO | None = getattr(sys.stdin, "buffer", None)
     if stream is None or scratch is None:

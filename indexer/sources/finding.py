@@ -1,4 +1,4 @@
-"""Finding the files of a source: by walking folders, with git, and by patterns and suffixes."""
+"""Finds the files of a source: walks folders, asks git, and applies patterns and suffixes."""
 
 import codecs
 import logging
@@ -27,7 +27,7 @@ _UNKNOWN_SUFFIX: Final = "not text by its first bytes"
 _SYMBOLIC_LINK: Final = "symbolic link"
 _REMEDIES: Final = {
     NOT_INCLUDED: "add a pattern with --include",
-    _SYMBOLIC_LINK: "name the file that it leads to",
+    _SYMBOLIC_LINK: "name the file that it points to",
 }
 _SUBMODULE_MODE: Final = b"160000"
 _POINTERS: Final = frozenset(
@@ -41,7 +41,7 @@ _POINTERS: Final = frozenset(
         "GIT_WORK_TREE",
     }
 )
-"""Environment variables that point git to another repository than the folder's, as in a hook."""
+"""Environment variables that point git to a different repository, for instance inside a hook."""
 
 _logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class GitError(IndexerError):
 
 
 def is_repository(folder: Path) -> bool:
-    """Return whether a folder is the top of a work tree: its `.git` is a file or has a HEAD."""
+    """Return whether a folder is the top of a git work tree."""
     inner = folder / ".git"
     return os.path.isfile(inner) or os.path.lexists(inner / "HEAD")  # noqa: PTH113  (an unreadable folder is no error here)
 
@@ -64,7 +64,7 @@ class TrackedFiles:
         self._noted = False
 
     def is_available(self, folder: Path) -> bool:
-        """Return whether git is installed; if not, log that untracked files are read as well."""
+        """Return whether git is installed. If not, log that untracked files are read as well."""
         if self._program is None and not self._noted:
             self._noted = True
             _logger.warning(
@@ -76,10 +76,10 @@ class TrackedFiles:
         """Yield the tracked files of a repository and of its checked-out submodules.
 
         Yields:
-            Paths below the folder, in git's order, which is by bytes.
+            Paths relative to the folder, in git's order, which compares bytes.
 
         Raises:
-            GitError: git refuses, or the repository is damaged.
+            GitError: git reports an error, or the repository is damaged.
         """
         modes: dict[str, bytes] = {}
         for entry in self._listed(folder).split(b"\0"):
@@ -93,7 +93,7 @@ class TrackedFiles:
                 yield from (f"{name}/{inner}" for inner in self.below(folder / name))
 
     def _listed(self, folder: Path) -> bytes:
-        # A repository's configuration could name a program to run as its file system monitor.
+        # A repository's configuration can name a program to run as file system monitor.
         command = [self._program or "git", "-C", os.fspath(folder), "-c", "core.fsmonitor=false"]
         try:
             done = subprocess.run(  # noqa: S603  (git, on a folder that the user named)
@@ -112,7 +112,7 @@ class TrackedFiles:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Return an environment in which git uses only this folder, not those above it."""
+    """Return an environment in which git looks for a repository only in this folder."""
     kept = {key: value for key, value in os.environ.items() if key not in _POINTERS}
     return kept | {"LC_ALL": "C", "GIT_CEILING_DIRECTORIES": os.path.realpath(folder.parent)}
 
@@ -121,15 +121,15 @@ _SKIPPED_FOLDERS: Final = frozenset({"__pycache__", "node_modules"})
 
 
 def is_passed_over(folder: str) -> bool:
-    """Return whether a folder with this name is hidden or a cache."""
+    """Return whether a folder's name marks it as hidden or as a cache."""
     return folder.startswith(".") or folder in _SKIPPED_FOLDERS
 
 
 class Walk:
     """Lists the files below a folder.
 
-    In plain folders they come in order of names, the files of a folder before those of its
-    subfolders; in repositories in git's order; in saved datasets in their listed order.
+    In a plain folder, files come in order of names, before the files of subfolders. In a
+    repository, files come in git's order. In a saved dataset, files come in their listed order.
     """
 
     def __init__(self, patterns: Patterns, git: Git, tally: BuildTally) -> None:
@@ -141,10 +141,10 @@ class Walk:
         """Yield the paths of files below a folder, with slashes.
 
         Raises:
-            SourceError: the folder is a repository, and git does not list its files.
+            SourceError: the folder is a repository, and git cannot list its files.
         """
         waiting = [""]
-        while waiting:  # not os.walk: before Python 3.12 it fails at a thousand levels
+        while waiting:  # not os.walk, which fails at a thousand levels before Python 3.12
             prefix = waiting.pop()
             place = source / prefix
             names = self._tracked_in(place, is_source=not prefix)
@@ -155,7 +155,7 @@ class Walk:
             yield from map(prefix.__add__, names)
 
     def _untracked_in(self, folder: Path) -> tuple[list[str], list[str]]:
-        """Return the relevant subfolders of a folder, and its files."""
+        """Return the subfolders of a folder that may have source files, and the folder's files."""
         folders, names = self._scanned(folder)
         if is_saved_dataset(names):
             return [], self._listed(folder, data_files)
@@ -164,7 +164,7 @@ class Walk:
         return sorted(folders), sorted(names)
 
     def _scanned(self, folder: Path) -> tuple[list[str], list[str]]:
-        """Return the names of subfolders, without some links, and those of all other entries."""
+        """Return the names of subfolders that are not links, and the names of all files."""
         folders, names = [], []
         try:
             with os.scandir(folder) as entries:
@@ -178,7 +178,7 @@ class Walk:
         return folders, names
 
     def _tracked_in(self, folder: Path, *, is_source: bool) -> list[str] | None:
-        """Return the tracked files of a repository; None if the folder should be walked."""
+        """Return the tracked files of a repository, or None if the folder should be walked."""
         if self._git is None or not is_repository(folder) or not self._git.is_available(folder):
             return None
         try:
@@ -204,7 +204,7 @@ class Walk:
         return True
 
     def _listed(self, folder: Path, listing: Callable[[Path], list[str]]) -> list[str]:
-        """Return what a saved dataset lists, or nothing if its list is damaged."""
+        """Return the entries that a saved dataset lists, or nothing if its list is damaged."""
         try:
             return listing(folder)
         except (OSError, ValueError):
@@ -218,11 +218,11 @@ def _is_index(folder: Path) -> bool:
 
 
 _LOOKED_AT_BYTES: Final = 8000
-"""Bytes to check of a file with unknown suffix, as in git; text is UTF-8 without NUL."""
+"""Bytes to check in a file with unknown suffix, as git does; text is UTF-8 without NUL."""
 
 
 def _looks_like_text(path: Path) -> bool:
-    """Return whether a regular file begins with text; false if it is unreadable."""
+    """Return whether a regular file starts with text; false if it is unreadable."""
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
             return False
@@ -238,10 +238,10 @@ def _looks_like_text(path: Path) -> bool:
 
 
 class Finder:
-    """Finds files source by source, each file once; counts those that it skips.
+    """Finds the files of all sources, each file once, and counts skipped files.
 
-    In folders, files are selected by suffix or pattern; hidden files and folders, caches and
-    symbolic links are skipped. A file that is given directly is always taken.
+    In folders, suffixes or patterns select files. Hidden files and folders, caches and symbolic
+    links are skipped. A file that the user names directly is always read.
     """
 
     def __init__(self, options: SourceOptions, tally: BuildTally) -> None:
@@ -257,7 +257,7 @@ class Finder:
 
         Raises:
             SourceError: the source does not exist, is neither a file nor a folder, or is a
-                repository whose files git does not list.
+                repository whose files git cannot list.
         """
         try:
             mode = source.stat().st_mode
@@ -282,7 +282,7 @@ class Finder:
                 yield from self._checked(path, form, self._licence or licences.of(path.parent))
 
     def _wanted(self, path: Path, relative: str) -> Format | None:
-        """Return the format of a file, or None if a rule excludes it."""
+        """Return the format of a file, or None if a rule excludes the file."""
         *folders, name = relative.split("/")
         if name.startswith(".") or any(map(is_passed_over, folders)):
             return None
@@ -318,7 +318,7 @@ class Finder:
         return True
 
     def _checked(self, path: Path, form: Format, licence: str) -> Iterator[SourceFile]:
-        """Yield the file if it is a regular file, because opening a pipe could wait forever."""
+        """Yield the file if it is a regular file. Opening a pipe could block forever."""
         name = name_of(path)
         try:
             status = path.stat()

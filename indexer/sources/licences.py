@@ -1,12 +1,12 @@
-"""The licences of documents, and the files of saved datasets, which state a licence as well.
+"""Finds the licences of documents, and the files of saved datasets, which also state a licence.
 
-The licence of a document is the one declared at the top of its file, or that of the nearest licence
-file above it.
+A document's licence is the one declared at the top of its file. If there is none, it is the licence
+in the nearest licence file at or above its folder.
 
-In a dataset saved by the `datasets` library, only some files have rows. `Dataset.save_to_disk`
-writes Arrow files, `state.json`, which lists them, and `dataset_info.json`; caches of the library
-may be in the same folder. `DatasetDict.save_to_disk` writes one such folder for each split, and
-`dataset_dict.json`, which lists those.
+In a dataset saved by the `datasets` library, only some files contain rows. `Dataset.save_to_disk`
+writes Arrow files, a `state.json` that lists these files, and `dataset_info.json`. The library's
+caches may be in the same folder. `DatasetDict.save_to_disk` writes one such folder for each split,
+and a `dataset_dict.json` that lists the splits.
 """
 
 import json
@@ -27,7 +27,7 @@ SPLITS_FILE: Final = "dataset_dict.json"
 
 
 def is_saved_dataset(names: Collection[str]) -> bool:
-    """Return whether a folder with these files is a dataset."""
+    """Return whether a folder with these file names is a saved dataset."""
     return STATE_FILE in names and INFO_FILE in names
 
 
@@ -36,7 +36,7 @@ def data_files(folder: Path) -> list[str]:
 
     Raises:
         OSError: `state.json` cannot be read.
-        ValueError: it is not what the library writes.
+        ValueError: `state.json` is not in the library's format.
     """
     listed = _entry(folder / STATE_FILE, "_data_files")
     names = [file.get("filename") for file in listed if isinstance(file, dict)]
@@ -48,7 +48,7 @@ def split_folders(folder: Path) -> list[str]:
 
     Raises:
         OSError: `dataset_dict.json` cannot be read.
-        ValueError: it is not what the library writes.
+        ValueError: `dataset_dict.json` is not in the library's format.
     """
     return [name for name in _entry(folder / SPLITS_FILE, "splits") if _is_plain(name)]
 
@@ -70,16 +70,16 @@ def _is_plain(name: object) -> TypeGuard[str]:
 
 
 _HEAD_CHARACTERS: Final = 2048
-"""Characters searched for an SPDX tag, which belongs near the top: some forty lines."""
+"""Number of characters to search for an SPDX tag: about forty lines at the top of the file."""
 
 _TAG: Final = "SPDX-License-Identifier:"
-# An expression ends if no operator follows, so the end of the comment is not part of it.
+# An expression ends where no operator follows, so the end of the comment is not part of it.
 _EXPRESSION: Final = re.compile(
     rf"{_TAG}[ \t]*([\w.+:()-]+(?:[ \t]+(?:AND|OR|WITH)[ \t]+[\w.+:()-]+)*)"
 )
 _LICENCE_FILE: Final = re.compile(r"(?:(?:un)?licen[cs]e|copying)(?:[-_.].+)?", re.IGNORECASE)
 _MAX_LICENCE_BYTES: Final = 1 << 17
-"""Larger files are not licence texts: the GPL, a long one, has 35 KB."""
+"""Larger files are not licence texts. The GPL, a long one, has 35 KB."""
 
 
 def declared_licence(text: str) -> str:
@@ -90,7 +90,7 @@ def declared_licence(text: str) -> str:
 
 
 def licence_in(value: object) -> str:
-    """Return the licence in a field with one or several texts; empty if there is none."""
+    """Return the licence in a field that holds one or several texts; empty if there is none."""
     if isinstance(value, list):
         return ", ".join(item for item in value if item and isinstance(item, str))
     return value if isinstance(value, str) else ""
@@ -99,8 +99,8 @@ def licence_in(value: object) -> str:
 class LicenceFiles:
     """Finds the nearest licence file at or above a folder, but not above the source.
 
-    The nearest one counts, even if its text is not recognised. If a folder has several, all
-    recognised ones are named, since only a person can tell how they combine.
+    The nearest file counts, even if its text is not recognised. If a folder has several licence
+    files, all recognised licences are returned, because only a person can tell how they combine.
     """
 
     def __init__(self, source: Path) -> None:
@@ -109,7 +109,7 @@ class LicenceFiles:
         self._recognised: dict[bytes, str] = {}
 
     def of(self, folder: Path) -> str:
-        """Return SPDX identifiers for the files of a folder below the source; empty if unknown."""
+        """Return SPDX identifiers for the files in a folder of the source; empty if unknown."""
         passed = []
         while (licence := self._own(folder)) is None:
             passed.append(folder)
@@ -140,7 +140,7 @@ class LicenceFiles:
         return ", ".join(dict.fromkeys(filter(None, map(self._recognise, texts))))
 
     def _recognise(self, path: Path) -> str:
-        """Return the identifier of a licence text; recognition takes milliseconds."""
+        """Return the SPDX identifier of a licence text. Recognition takes milliseconds."""
         try:
             if path.stat().st_size > _MAX_LICENCE_BYTES:
                 return ""

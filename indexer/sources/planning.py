@@ -1,4 +1,4 @@
-"""Planning: the files of all sources, cut into blocks of similar size."""
+"""Plans the reading: cuts the files of all sources into blocks of similar size."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,11 +21,11 @@ from indexer.sources.source_options import STANDARD_INPUT, SourceOptions
 
 
 def read(block: SourceBlock, options: SourceOptions, tally: BuildTally) -> Iterator[SourceDocument]:
-    """Yield the documents of a block in order; for a damaged file, those before the damage.
+    """Yield the documents of a block in order. A damaged file is read up to the damage.
 
-    Holds only one document and a buffer in memory. Unreadable files are skipped and counted. Texts
-    that are empty, contain NUL, or are too long once decoded are yielded; `usable_texts` counts
-    them.
+    Only one document and a buffer are held in memory. Unreadable files are skipped and counted.
+    Texts that are empty, contain NUL, or are too long once decoded are yielded. `usable_texts`
+    filters and counts them later.
 
     Args:
         block: block of a plan that was made with the same options.
@@ -46,20 +46,21 @@ def plan(
     tally: BuildTally,
     scratch: Path | None = None,
 ) -> list[SourceBlock]:
-    """Cut sources into blocks, in order: sources as given, folders in order of names.
+    """Cut sources into blocks. Sources keep the given order; folders are read in order of names.
 
-    The blocks depend only on the sources and the options. JSON lines of more than a block are cut
-    at line ends, tables between row groups or record batches; compressed files are not cut.
+    The blocks depend only on the sources and the options. A file of JSON lines that exceeds a block
+    is cut at line ends. A table is cut between row groups or record batches. Compressed files are
+    not cut.
 
     Args:
         sources: files and folders; `-` is standard input.
         options: how to find, cut and read.
-        tally: counts files that are skipped, and the bytes of those that are not.
+        tally: counts skipped files, and the bytes of the other files.
         scratch: folder that exists until everything is read; needed for standard input.
 
     Raises:
         SourceError: a source does not exist, is neither a file nor a folder, or has only tables
-            without readable documents; or standard input cannot be kept.
+            without readable documents; or standard input cannot be stored.
     """
     finder = Finder(options, tally)
     pieces: list[SourcePiece] = []
@@ -79,7 +80,7 @@ def plan(
 def _pieces_of(
     source: str, files: Iterator[SourceFile], options: SourceOptions, tally: BuildTally
 ) -> Iterator[SourcePiece]:
-    """Yield the pieces of a source's files; it is an error if there are only unusable tables."""
+    """Yield the pieces of a source's files; raise an error if all files are unusable tables."""
     num_files = 0
     refused = []
     for file in files:

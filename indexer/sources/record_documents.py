@@ -1,4 +1,4 @@
-"""Documents in records: the text under a key, or turns of a conversation."""
+"""Turns records into documents: the text under a key, or turns of a conversation."""
 
 import re
 from collections import Counter
@@ -34,12 +34,12 @@ def documents_of(
     Args:
         record: a JSON object, or a row.
         name: name of the record.
-        file: file of the record.
-        options: key and turns to take.
+        file: file that contains the record.
+        options: text key, and which turns to yield.
         tally: counts conversations.
 
     Raises:
-        UnusableError: there is no document.
+        UnusableError: the record has no document.
     """
     if isinstance(record, str) and file.format.is_text:
         licence = options.licence or declared_licence(record) or file.licence
@@ -74,7 +74,7 @@ def documents_of(
 
 
 def no_conversation(record: object) -> UnusableError | None:
-    """Return why a record that resembles a conversation has none; None if it resembles none."""
+    """Return why a conversation-like record has no conversation; None for any other record."""
     if not isinstance(record, Mapping):
         return None
     if is_chunk(record):
@@ -97,8 +97,8 @@ def _without_turn_list(record: Mapping[str, Any]) -> UnusableError | None:
         if isinstance(value, str) and _PYTHON_LIST.match(value):
             return UnusableError(
                 "turns that are not JSON",
-                f"`{key}` is a list as Python prints it: write it with json.dumps, or the table as "
-                "Parquet",
+                f"`{key}` is a list as Python prints it: write it with json.dumps, or save the "
+                "table as Parquet",
             )
     return None
 
@@ -106,17 +106,17 @@ def _without_turn_list(record: Mapping[str, Any]) -> UnusableError | None:
 def _without_text(record: object, options: SourceOptions) -> UnusableError:
     if isinstance(record, Mapping):
         is_there = options.field in record
-        which = "that one is no text: name another" if is_there else "name the text's"
+        which = "that one is not text: name another" if is_there else "name the key of the text"
         remedy = f"its keys are {listed_keys(record)}: {which} with --field{with_fields(record)}"
     elif isinstance(record, list):
         remedy = "it is a list: name the file .json"
     else:
-        remedy = "it is no object with keys"
+        remedy = "it is not an object with keys"
     return UnusableError(f"no text in field {options.field!r}", remedy)
 
 
 def _texts(conversation: Conversation, options: SourceOptions) -> Iterator[tuple[int, str]]:
-    """Yield the selected turns with their numbers; all turns together have the number 0."""
+    """Yield the selected turns, each with its number; all turns joined have the number 0."""
     if options.turns != Turns.ALL:
         yield from turns_of(conversation, str(options.turns))
         if options.turns == Turns.ASSISTANT:
@@ -138,7 +138,7 @@ def _together(conversation: Conversation, options: SourceOptions) -> str:
         rendered: Any = render_jinja_template(
             messages, chat_template=options.template.source, **special
         )
-    # Templates come with models, and each raises its own errors.
+    # Templates come with models, and each template raises its own errors.
     except Exception as error:
         raise UnusableError(
             "refused by the chat template",

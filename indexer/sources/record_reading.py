@@ -1,8 +1,8 @@
-"""Records of files: a text, a line, an element of an array, or a row.
+"""Reads the records of files: whole texts, lines, elements of an array, or rows.
 
-All forms are read by `records_of`. Only one record at a time is held in memory, however long the
-file is. Damage costs only the damaged record: it is counted with its place, and reading continues
-after it, or ends if the following records cannot be separated.
+`records_of` reads all forms. Only one record at a time is held in memory, however long the file is.
+Damage affects only the damaged record, which is counted with its place. Reading continues after it,
+or stops if the next record cannot be found.
 """
 
 import csv
@@ -45,7 +45,7 @@ _Reader = Callable[[Any, SourcePiece, SourceOptions, BuildTally], Iterator[Recor
 
 
 def records_of(piece: SourcePiece, options: SourceOptions, tally: BuildTally) -> Iterator[Record]:
-    """Yield the records of a piece, each with its name; of a damaged file, those before the damage.
+    """Yield the records of a piece, each with its name. A damaged file is read up to the damage.
 
     Messages in separate records are joined into one record for each session.
 
@@ -67,7 +67,7 @@ def records_of(piece: SourcePiece, options: SourceOptions, tally: BuildTally) ->
 
 
 def pieces_of(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
-    """Cut a file into pieces, in the form that follows from its name and content.
+    """Cut a file into pieces. Its name and content determine its form.
 
     Raises:
         RefusedFileError: the file is a table without a usable column, or pyarrow is missing.
@@ -85,11 +85,11 @@ def pieces_of(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
 
 
 def max_record_characters(options: SourceOptions) -> int:
-    """Return the longest JSON record: that of a document with the longest text."""
+    """Return the most characters of a JSON record: as many as the longest document can need."""
     return _ESCAPED_BYTES * options.max_document_bytes + _OVERHEAD_BYTES
 
 
-# JSON takes up to six characters for a byte of text; the rest of a record is names and syntax.
+# JSON uses up to six characters for a byte of text. The rest of a record is keys and syntax.
 _ESCAPED_BYTES: Final = 6
 _OVERHEAD_BYTES: Final = 1 << 16
 
@@ -97,7 +97,7 @@ _OVERHEAD_BYTES: Final = 1 << 16
 def _text_records(
     stream: Any, piece: SourcePiece, options: SourceOptions, _: BuildTally
 ) -> Iterator[Record]:
-    """Yield the text of a file; for notebooks, pages and the like, the text in it."""
+    """Yield the text of a file; for notebooks, HTML pages and the like, the text inside it."""
     file = piece.file
     content = stream.read(options.max_document_bytes + 1)
     if len(content) > options.max_document_bytes:
@@ -128,9 +128,9 @@ _CUT_BYTES: Final = 1 << 20
 
 
 def _cut_lines(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
-    """Cut a file at line ends into pieces of a little more than `block_bytes`.
+    """Cut a file at line ends into pieces slightly larger than `block_bytes`.
 
-    Compressed files, and files whose line breaks are not single bytes, are not cut.
+    Compressed files are not cut, nor are files whose line breaks take several bytes.
     """
     if file.format.compression != Compression.NONE or file.num_bytes <= options.block_bytes:
         return [SourcePiece(file, file.num_bytes)]
@@ -149,7 +149,7 @@ def _cut_lines(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
 
 
 def _cuts(stream: Any, block_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield offsets of lines, at least `block_bytes` apart, and the number of lines before each."""
+    """Yield offsets of lines at least `block_bytes` apart, each with the number of lines before."""
     offset = num_lines = 0
     target = block_bytes
     while chunk := stream.read(_CUT_BYTES):
@@ -169,13 +169,13 @@ def _cuts(stream: Any, block_bytes: int) -> Iterator[tuple[int, int]]:
 def _line_records(
     stream: Any, piece: SourcePiece, options: SourceOptions, tally: BuildTally
 ) -> Iterator[Record]:
-    """Yield the values of JSON lines; in prompt files, other lines are yielded unchanged."""
+    """Yield the values of JSON lines. In prompt files, lines of plain text are also yielded."""
     file = piece.file
-    otherwise = f"or {_OTHERWISE.get(file.name, 'name the file .json')} if a line is no record"
-    remedy = f"mend or remove such lines; {otherwise} of its own"
+    otherwise = f"or {_OTHERWISE.get(file.name, 'name the file .json')} if a line is not"
+    remedy = f"mend or remove such lines; {otherwise} a whole record"
     is_plain = file.format.form == FileForm.TEXT_LINES
     if is_plain:
-        remedy = "a line that begins with { is a record: mend or remove such lines"
+        remedy = "a line that starts with { is a record: mend or remove such lines"
     encoding = encoding_of(stream.peek(BOM_BYTES), options.encoding)
     if piece.start:
         stream.seek(piece.start)
@@ -204,20 +204,21 @@ def _text_of(line: str | bytes | None, encoding: str) -> str:
 
 
 NOT_JSON: Final = "not JSON"
-_REST_IS_LOST: Final = "the rest of the file was not read; one record a line, as .jsonl, is"
+_REST_IS_LOST: Final = "the rest of the file was not read: write one record per line, as .jsonl"
 _READ_CHARACTERS: Final = 1 << 16
 _BETWEEN: Final = re.compile(r"[\s,]*")
 _ARRAY: Final = re.compile(r"\[\s*(\[\s*)?\{")
-"""Start of an array of objects, or of lists of them."""
+"""Start of an array of objects, or of an array of arrays of objects."""
 
 _TURNS_KEY: Final = re.compile(r'"(messages|conversations?)"\s*:')
 
 
 def _with_form(file: SourceFile, options: SourceOptions) -> SourceFile:
-    """Return a `.json` file with the form of its content: records, lines of them, or a text.
+    """Return a `.json` file with the form of its content: records, JSON lines, or one text.
 
-    A file has records if it is an array of objects, or an object that is a document or a
-    conversation or has an array of such. Any other file is a text, such as a configuration.
+    The file contains records if it is an array of objects. It also does if it is an object that is
+    a document or a conversation, or that has an array of these. Any other file is one text, such as
+    a configuration.
     """
     if file.format.form != FileForm.JSON:
         return file
@@ -230,7 +231,7 @@ def _form(file: SourceFile, options: SourceOptions) -> FileForm:
             head = text.read(_READ_CHARACTERS).lstrip("\ufeff \t\r\n")
     except UnicodeError:
         return FileForm.TEXT
-    if _ARRAY.match(head) or head[:1] == "<":  # HTML pages are recognised later, in reading
+    if _ARRAY.match(head) or head[:1] == "<":  # HTML pages are recognised later, while reading
         return FileForm.JSON
     if head[:1] != "{":
         return FileForm.TEXT
@@ -253,7 +254,7 @@ def _holds_records(file: SourceFile, options: SourceOptions) -> bool:
 
 
 def _inner(value: Any) -> list[Any] | None:
-    """Return the array of conversations that an object wraps, if the object is not itself one."""
+    """Return the array of conversations inside an object that is not itself a conversation."""
     if found_in(value) is not None:
         return None
     for inner in value.values() if isinstance(value, Mapping) else ():
@@ -272,7 +273,7 @@ def _is_object(line: str) -> bool:
 def _json_records(
     stream: Any, piece: SourcePiece, options: SourceOptions, tally: BuildTally
 ) -> Iterator[Record]:
-    """Yield the records of a JSON file, numbered from 0; count damage."""
+    """Yield the records of a JSON file, numbered from 0; count damaged ones."""
     number = 0
     with _as_text(stream, options) as text:
         try:
@@ -288,7 +289,7 @@ def _values(text: TextIO, max_characters: int) -> Iterator[Any]:
     """Yield the values of an array, or of a sequence of values, one after another.
 
     Raises:
-        UnusableError: a value is too long, or the rest is not JSON.
+        UnusableError: a value is too long, or the rest of the file is not JSON.
     """
     decoder = json.JSONDecoder()
     buffer = text.read(_READ_CHARACTERS).lstrip("\ufeff \t\r\n")
@@ -305,7 +306,7 @@ def _values(text: TextIO, max_characters: int) -> Iterator[Any]:
             if len(buffer) - begin > max_characters:
                 raise UnusableError(
                     TOO_LARGE,
-                    "write one record a line, as .jsonl, is: the rest of the file was not read; or "
+                    "the rest of the file was not read: write one record per line, as .jsonl, or "
                     f"{RAISE_LIMIT}",
                 ) from None
             further = text.read(max(_READ_CHARACTERS, len(buffer) - begin))
@@ -332,7 +333,7 @@ def _json_of(text: str, remedy: str) -> Any:
 
 
 def _not_json(error: ValueError | RecursionError, text: str, remedy: str) -> UnusableError:
-    """Return why a text is not JSON and what to do; for a line, only the column is given."""
+    """Return why a text is not JSON and what to do. For a line, only the column is named."""
     begin = text[:_READ_CHARACTERS].lstrip("\ufeff \t\r\n")
     if begin.startswith("<"):
         said = "it is a page of HTML or XML, as servers send for errors: fetch it again"
@@ -349,22 +350,22 @@ def _not_json(error: ValueError | RecursionError, text: str, remedy: str) -> Unu
 
 
 def _check_columns(file: SourceFile, options: SourceOptions) -> None:
-    """Check that a CSV file has columns of texts or conversations.
+    """Check that a CSV file has columns with texts or conversations.
 
     Raises:
-        RefusedFileError: it has none.
+        RefusedFileError: no column has texts or conversations.
     """
     try:
         with _text(file, options) as text:
             record_columns(list(_rows(text, options).fieldnames or ()), options)
     except (UnicodeError, csv.Error):
-        return  # counted when it is read
+        return  # counted later, when the file is read
 
 
 def _csv_records(
     stream: Any, piece: SourcePiece, options: SourceOptions, tally: BuildTally
 ) -> Iterator[Record]:
-    """Yield the rows of a CSV file as mappings, numbered from 0; count damage."""
+    """Yield the rows of a CSV file as mappings, numbered from 0; count damaged ones."""
     number, name = -1, piece.file.name
     with _as_text(stream, options) as text:
         try:
@@ -386,7 +387,7 @@ def _rows(text: TextIO, options: SourceOptions) -> "csv.DictReader[str]":
 
 @contextmanager
 def _text(file: SourceFile, options: SourceOptions) -> Iterator[TextIO]:
-    """Yield a stream of a file's text."""
+    """Yield a text stream of a file's content."""
     with opened(file) as (stream, _), _as_text(stream, options) as text:
         yield text
 

@@ -1,4 +1,4 @@
-"""The first records of files in readable form: what was given, and what was written."""
+"""Shows the first records of files in readable form: the prompt, and the output or text."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,19 +21,19 @@ from indexer.sources.recordings import RecordingTally, read_records
 from indexer.sources.source_options import SourceOptions
 
 MOST_SAMPLES: Final = 5
-"""Most samples to show; together they fit on a screen."""
+"""Most samples to show. Together they fit on one screen."""
 
 _MAX_CHARACTERS: Final = 300
 
 
 @dataclass(frozen=True, slots=True)
 class RecordSample:
-    """An output with the end of its prompt, or a text without one.
+    """An output with the end of its prompt, or a text without a prompt.
 
     Attributes:
         name: name of the record.
-        given: end of everything that was said before; empty for a text without a prompt.
-        written: beginning of what would be taken.
+        given: end of the prompt, which is all earlier turns; empty for a text without a prompt.
+        written: start of the output or text that a build would index.
     """
 
     name: str
@@ -42,7 +42,7 @@ class RecordSample:
 
 
 def given_in(piece: SourcePiece, options: SourceOptions) -> str:
-    """Return what was given before the first selected text of a piece; empty for nothing."""
+    """Return the prompt of the first selected text of a piece; empty if it has no prompt."""
     return next(_given(piece, options), "")
 
 
@@ -57,7 +57,7 @@ def _given(piece: SourcePiece, options: SourceOptions) -> Iterator[str]:
 
 
 def _recorded(path: Path, field: str) -> tuple[list[RecordSample], RecordingTally]:
-    """Return the first outputs of a recordings file, and what was found on the way to them.
+    """Return the first outputs of a recordings file, and the counts of the records read.
 
     Raises:
         SourceError: the file cannot be read.
@@ -74,8 +74,8 @@ def _recorded(path: Path, field: str) -> tuple[list[RecordSample], RecordingTall
 
 
 def sample_of(name: str, given: str, written: str) -> RecordSample:
-    """Return a sample, cut to what fits a few lines."""
-    # The end of the prompt matters most: the output answers it.
+    """Return a sample, shortened to a few lines."""
+    # The end of the prompt matters most, because the output answers it.
     end = " ".join(given[-2 * _MAX_CHARACTERS :].split())
     beginning = shorten(written[: 4 * _MAX_CHARACTERS], _MAX_CHARACTERS, placeholder=" …")
     is_cut = len(end) > _MAX_CHARACTERS or len(given) > 2 * _MAX_CHARACTERS
@@ -83,7 +83,7 @@ def sample_of(name: str, given: str, written: str) -> RecordSample:
 
 
 def show_recording(path: Path, field: str) -> None:
-    """Print the first outputs of a recordings file, and what was found on the way to them.
+    """Print the first outputs of a recordings file, and the counts of the records read.
 
     Raises:
         SourceError: the file cannot be read, or has no output.
@@ -96,7 +96,7 @@ def show_recording(path: Path, field: str) -> None:
 
 
 def show_samples(samples: Iterable[RecordSample]) -> None:
-    """Print samples: what was given in dim, what was written in green."""
+    """Print samples: prompts dimmed, outputs and texts in green."""
     from rich.console import Console  # noqa: PLC0415  (only for terminals)
     from rich.text import Text  # noqa: PLC0415  (as above)
 

@@ -1,4 +1,4 @@
-"""Recorded conversations for replays, estimates and measurements, read without an index."""
+"""Reads recorded conversations for replays, estimates and measurements, without an index."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -17,31 +17,31 @@ from indexer.sources.record_reading import max_record_characters, pieces_of, rec
 from indexer.sources.source_options import NOT_TEXT, TOO_LARGE, SourceOptions
 
 EXPECTED: Final = (
-    "expected are `messages`, `conversations`, `prompt` and `output`, `instruction` and `output`, "
-    "`question` and `answer`, or `request` and `response`; of others name the text or the turns "
-    "with --field"
+    "expected keys are `messages`, `conversations`, `prompt` and `output`, `instruction` and "
+    "`output`, `question` and `answer`, or `request` and `response`; if the keys differ, name the "
+    "text or the turns with --field"
 )
-"""End of a sentence about a record without a conversation."""
+"""End of a message about a record without a conversation."""
 
 _OPTIONS: Final = SourceOptions(field="", whole_records=True)
 _REMEDIES: Final = {
     TOO_LARGE: (
         f"a record has at most {max_record_characters(_OPTIONS):,} characters: leave it out, or "
-        "write one record a line, as .jsonl, is"
+        "write one record per line, as .jsonl"
     ),
     NOT_TEXT: "save the file as UTF-8",
 }
-"""Remedies for records if no option of `build` helps."""
+"""Remedies for records that no option of `build` can fix."""
 
 _Taken = TypeVar("_Taken")
 
 
 @dataclass(slots=True)
 class RecordingTally(BuildTally):
-    """What was found in recorded files, and what was skipped, with places and remedies.
+    """Counts of what was found and skipped in recorded files, with places and remedies.
 
     Attributes:
-        field: names the text, texts or turns in records, as for `SourceOptions`.
+        field: expression that names the text, texts or turns in a record, as in `SourceOptions`.
     """
 
     field: str = ""
@@ -53,16 +53,16 @@ class RecordingTally(BuildTally):
         kind: str,
         taken_of: Callable[[Conversation], Iterable[_Taken]],
     ) -> list[_Taken]:
-        """Return what is taken from the conversation in a record, and count both.
+        """Return the selected items of a record's conversation, and count the conversation.
 
         Args:
             record: record of the file.
             path: path of the file.
-            kind: what is taken, in words: "outputs".
-            taken_of: returns what is taken from a conversation.
+            kind: kind of the selected items, in words: "outputs".
+            taken_of: selects items from a conversation.
 
         Raises:
-            UnusableError: the record has no conversation.
+            UnusableError: the record has no conversation, or too many turns.
         """
         found = conversation_of(record, self.field)
         if found is None:
@@ -77,27 +77,27 @@ class RecordingTally(BuildTally):
         return taken
 
     def describe(self) -> list[str]:
-        """Return lines that say what was recognised and, if anything, what was skipped."""
+        """Return lines that say what was recognised and what was skipped, if anything."""
         skipped = [f"skipped: {self.describe_skipped()}"] if self.skipped else []
         return [*self.describe_conversations(), *skipped]
 
     def why_nothing(self) -> str:
-        """Return why files had nothing to use: what was found in them, or what is expected."""
+        """Return why files had nothing usable: what they contained, or what is expected."""
         return "; ".join(self.describe()) or EXPECTED
 
 
 def read_records(
     path: Path, tally: RecordingTally, *, with_lines: bool = False
 ) -> Iterator[Record]:
-    """Yield the name and value of each record of a file, streamed; if damaged, up to the damage.
+    """Yield the name and value of each record of a file. A damaged file is read up to the damage.
 
     Args:
-        path: path of a file of JSON lines, JSON, CSV, Parquet or Arrow by its name; any other has
-            JSON lines.
-        tally: counts unreadable records (`num_dropped`), with reasons, places and remedies; its
+        path: path of a file of JSON lines, JSON, CSV, Parquet or Arrow, as its suffix says. A file
+            with any other suffix is read as JSON lines.
+        tally: counts unreadable records (`num_dropped`), with reasons, places and remedies. Its
             `field` is applied.
-        with_lines: whether a file of another name may also have lines of text: a line that begins
-            with a brace is a record, and any other is yielded unchanged.
+        with_lines: whether a file with another suffix may also have lines of plain text. Then a
+            line that starts with a brace is a record, and any other line is yielded unchanged.
 
     Raises:
         SourceError: the file cannot be opened, or is a table without conversations.
@@ -123,7 +123,7 @@ def _read(file: SourceFile, options: SourceOptions, tally: RecordingTally) -> It
 
 
 def _file(path: Path, otherwise: FileForm) -> SourceFile:
-    """Return a file with its format; a form of texts is replaced by `otherwise`.
+    """Return a file with its format; if its format is a text form, `otherwise` replaces it.
 
     Raises:
         SourceError: the file cannot be opened.

@@ -22,7 +22,7 @@ def check_field(field: str) -> None:
     """Check that a field is a possible key or a valid expression.
 
     Raises:
-        SourceError: it looks like an expression but is not a valid one.
+        SourceError: the field looks like an expression but is not a valid one.
     """
     if not is_expression(field):
         return
@@ -31,13 +31,13 @@ def check_field(field: str) -> None:
     except JMESPathError as error:
         said = " ".join(str(error).split())
         raise SourceError(
-            f"--field {field!r} is neither a plain key nor an expression of JMESPath: {said}; a "
-            f"key with such characters needs quotes, as in '\"a.b\"'"
+            f"--field {field!r} is neither a plain key nor a JMESPath expression: {said}; put a "
+            f"key with such characters in quotes, as in '\"a.b\"'"
         ) from error
 
 
 class Patterns:
-    """Files to include and to exclude, by patterns as in `.gitignore`.
+    """Files to include and to exclude, as patterns in the syntax of `.gitignore`.
 
     Raises:
         SourceError: a pattern is malformed.
@@ -49,14 +49,14 @@ class Patterns:
 
     @property
     def choose(self) -> bool:
-        """Whether files are taken because of a pattern, not because of their suffix."""
+        """Whether a pattern selects files, rather than their suffix."""
         return self._include is not None
 
     def excludes_folder(self, path: str) -> bool:
         """Return whether everything below a folder is excluded.
 
         Args:
-            path: path below the source, with slashes.
+            path: path relative to the source, with slashes.
         """
         return self._exclude.match_file(f"{path}/")
 
@@ -81,15 +81,15 @@ def _compiled(option: str, patterns: Sequence[str]) -> GitIgnoreSpec:
 DEFAULT_FIELD: Final = "text"
 DEFAULT_MAX_DOCUMENT_BYTES: Final = 10 << 20
 """Longer files are mostly dumps and generated code. Tokenising takes up to 200 bytes of memory per
-byte of a piece, and twelve per byte of the longest document."""
+byte of a piece, and twelve bytes of memory per byte of the longest document."""
 
 DEFAULT_BLOCK_BYTES: Final = 16 << 20
-"""Source bytes of one task: seconds of tokenising, so that workers stay busy to the end and
-starting a task costs little."""
+"""Source bytes that one task reads. They take seconds to tokenise, so starting a task costs little
+in comparison, and workers stay busy to the end."""
 
 
 STANDARD_INPUT: Final = "-"
-"""The source name for standard input."""
+"""The source name that stands for standard input."""
 
 TOO_LARGE: Final = "too large"
 NOT_TEXT: Final = "not text"
@@ -105,7 +105,7 @@ class Git(StrEnum):
 
 
 class StdinFormat(StrEnum):
-    """The content of standard input: documents in JSON lines, or one plain text document."""
+    """The content of standard input: documents in JSON lines, or one document of plain text."""
 
     JSONL = "jsonl"
     TEXT = "text"
@@ -120,11 +120,11 @@ class Markup(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """The chat template of a tokenizer; can be pickled, unlike the tokenizer.
+    """A tokenizer's chat template. It can be pickled, unlike the tokenizer.
 
     Attributes:
         source: Jinja source of the template.
-        special_tokens: names and texts of the tokens that it uses.
+        special_tokens: names and texts of the special tokens that the template uses.
     """
 
     source: str
@@ -133,30 +133,30 @@ class ChatTemplate:
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
-    """How sources are found and read; every value has a default that fits most corpora.
+    """How sources are found and read. The default values fit most corpora.
 
     Attributes:
-        field: names the text, texts or turns in a record: a key, a column, or a JMESPath
-            expression, which may also give an object of a known shape. Records without it are read
-            as conversations.
+        field: names the text, texts or turns in a record. It is a key, a column, or a JMESPath
+            expression, whose result may also be an object of a known shape. Records without the
+            field are read as conversations.
         turns: turns of conversations that become documents: each assistant turn, each user turn, or
             all turns of a conversation together.
-        include: patterns of files in folders to take exclusively, regardless of their suffix.
-            Patterns are those of `.gitignore`, matched against the path below the source.
-        exclude: patterns of files in folders to skip; takes precedence over `include`.
-        git: whether only the tracked files of a repository are taken.
+        include: patterns of files to read in folders, regardless of suffix; other files are
+            skipped. Patterns have the syntax of `.gitignore` and match the path below the source.
+        exclude: patterns of files to skip in folders; takes precedence over `include`.
+        git: whether to read only the tracked files of a repository.
         licence: licence of every document; empty to detect it.
         licence_field: key or column with a document's licence; empty if there is none.
         encoding: encoding of text without a byte order mark.
         stdin_format: content of standard input.
-        max_document_bytes: documents beyond this size are skipped, and only this much of them is
+        max_document_bytes: longer documents are skipped, and only this many of their bytes are
             read.
-        template: writes all turns of a conversation as one text; without a template, their texts
-            are joined by empty lines.
+        template: chat template that writes all turns of a conversation as one text. Without a
+            template, empty lines separate the turns.
         notebook_outputs: whether to also read texts that a notebook's code printed.
-        html: whether to read the source of HTML pages or the text that a reader sees.
+        html: whether to read the source of HTML pages or their visible text.
         block_bytes: approximate size of a block on disk.
-        whole_records: whether more of a record is needed than its documents.
+        whole_records: whether to read whole records, not only their documents.
 
     Raises:
         SourceError: a pattern, the field or the encoding is malformed, or a limit is below 1.
@@ -168,31 +168,32 @@ class SourceOptions:
     turns: Annotated[
         Turns,
         Flag(
-            "For conversations, index each turn of the assistant, each of the user, or "
-            "all turns of one together: as the tokenizer's chat template writes them, if it has "
-            "one, else with empty lines between them."
+            "For conversations, index each assistant turn, each user turn, or all turns of a "
+            "conversation as one document. The tokenizer's chat template joins all turns; "
+            "without a template, empty lines separate them."
         ),
     ] = Turns.ASSISTANT
     include: Annotated[
         tuple[str, ...],
         Flag(
-            "In folders, take only what matches, whatever its suffix: a pattern as in "
-            ".gitignore, against the path below the folder. May be given several times.",
+            "In folders, read only files that match, whatever their suffix. A pattern has the "
+            "syntax of .gitignore and matches the path below the folder. May be given several "
+            "times.",
             metavar="GLOB",
         ),
     ] = ()
     exclude: Annotated[
         tuple[str, ...],
-        Flag("In folders, leave out what matches. May be given several times.", metavar="GLOB"),
+        Flag("In folders, skip files that match. May be given several times.", metavar="GLOB"),
     ] = ()
     git: Annotated[
         Git,
-        Flag("Whether to take only the tracked files of a git repository."),
+        Flag("Whether to read only the tracked files of a git repository."),
     ] = Git.AUTO
     licence: Annotated[
         str,
         Flag(
-            "The licence of every document. Without it: the field, the file's "
+            "The licence of every document. By default: the licence field, the file's "
             "SPDX-License-Identifier, or the nearest licence file of its folder.",
             metavar="TEXT",
         ),
@@ -206,17 +207,15 @@ class SourceOptions:
     ] = "utf-8"
     stdin_format: Annotated[
         StdinFormat,
-        Flag("What standard input holds: JSON lines, or one document of text."),
+        Flag("What standard input contains: JSON lines, or one text document."),
     ] = StdinFormat.JSONL
-    max_document_bytes: Annotated[
-        int, Flag("Skip longer documents; they are counted.", least=1)
-    ] = DEFAULT_MAX_DOCUMENT_BYTES
-    notebook_outputs: Annotated[
-        bool, Flag("Also read the texts that the code of notebooks printed.")
-    ] = False
-    html: Annotated[
-        Markup, Flag("For HTML pages, read the source, or the text that a reader sees.")
-    ] = Markup.SOURCE
+    max_document_bytes: Annotated[int, Flag("Skip longer documents, and count them.", least=1)] = (
+        DEFAULT_MAX_DOCUMENT_BYTES
+    )
+    notebook_outputs: Annotated[bool, Flag("Also read what the code in notebooks printed.")] = False
+    html: Annotated[Markup, Flag("For HTML pages, read the source or the visible text.")] = (
+        Markup.SOURCE
+    )
     template: ChatTemplate | None = None
     block_bytes: int = DEFAULT_BLOCK_BYTES
     whole_records: bool = False

@@ -1,8 +1,8 @@
-"""Tables with one document per row: Parquet and Arrow files, both read with pyarrow.
+"""Reads Parquet and Arrow tables with pyarrow, one document per row.
 
-Saved datasets consist of Arrow files, which have record batches in a stream or with an index. They
-are mapped into memory, as in the `datasets` library, so only the used columns are read. A mapped
-file must not be truncated; it may be removed.
+Saved datasets consist of Arrow files. Their record batches form a stream, or a file with an index.
+Arrow files are mapped into memory, as in the `datasets` library, so only the used columns are read.
+A mapped file must not be truncated; it may be removed.
 """
 
 import os
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 
 
 def wanted_columns(schema: "Schema", options: SourceOptions) -> list[int]:
-    """Return the numbers of the columns of texts or conversations, and of licences.
+    """Return the numbers of the columns with texts, conversations or licences.
 
     Raises:
-        RefusedFileError: there is no column of texts or conversations.
+        RefusedFileError: no column has texts or conversations.
     """
     names = list(schema.names)
     return [names.index(name) for name in record_columns(names, options)]
 
 
 def _checked(column: "Array") -> "Array":
-    """Return a column with valid offsets; strings as bytes, so that errors stay separate."""
+    """Return a column with checked offsets. Strings become bytes, so that errors stay per row."""
     import pyarrow as pa  # noqa: PLC0415  (only for tables)
 
     bytes_of = {
@@ -61,10 +61,10 @@ _INDEXED_MAGIC: Final = b"ARROW1"
 
 
 def arrow_row_counts(file: SourceFile, options: SourceOptions) -> list[int]:
-    """Return the number of rows of each record batch; of a damaged file, those before the damage.
+    """Return the number of rows of each record batch. A damaged file is read up to the damage.
 
     Raises:
-        RefusedFileError: there is no column of texts.
+        RefusedFileError: no column has texts.
     """
     from pyarrow import ArrowException  # noqa: PLC0415  (only for tables)
 
@@ -100,21 +100,21 @@ def _opened_arrow(file: SourceFile, options: SourceOptions) -> Iterator[Iterator
 
 
 _BATCH_BYTES: Final = 4 << 20
-"""Size of the rows to read at a time, by the mean of their row group: little memory, even if rows
-differ a lot."""
+"""Size of the rows to read at a time, estimated from the row group's mean row size. It is small, so
+that memory stays low even if row sizes differ a lot."""
 
 _MAX_BATCH_ROWS: Final = 64
-"""Most rows of a batch, which bounds it if rows are far longer than the mean of their group."""
+"""Most rows of a batch. This bounds memory if some rows are far longer than the mean."""
 
 _BUFFER_BYTES: Final = 1 << 20
-"""Bytes read at a time: enough for a disk's full speed."""
+"""Bytes to read at a time: enough for a disk's full speed."""
 
 
 def parquet_row_counts(file: SourceFile, options: SourceOptions) -> list[int]:
     """Return the number of rows of each row group.
 
     Raises:
-        RefusedFileError: there is no column of texts.
+        RefusedFileError: no column has texts.
         ValueError: the file is damaged.
     """
     with _opened_parquet(file) as table:
@@ -127,10 +127,10 @@ def parquet_row_counts(file: SourceFile, options: SourceOptions) -> list[int]:
 
 
 def parquet_batches(piece: SourcePiece, options: SourceOptions) -> Iterator["RecordBatch"]:
-    """Yield the rows of a piece's row groups, few at a time to bound memory.
+    """Yield the rows of a piece's row groups, a few at a time to bound memory.
 
     Raises:
-        ValueError: the file is damaged: a row group has fewer rows than it states.
+        ValueError: the file is damaged: a row group has fewer rows than its header states.
     """
     with _opened_parquet(piece.file) as table:
         schema = table.schema_arrow
@@ -169,7 +169,7 @@ def cut_table(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
 
     Raises:
         RefusedFileError: pyarrow is not installed, or there is no column to read.
-        UnusableError: the file is damaged, or not what its suffix says.
+        UnusableError: the file is damaged, or does not have the type that its suffix implies.
         OSError: the file cannot be read.
     """
     with _translated(file):
@@ -180,17 +180,17 @@ def cut_table(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
     return [
         *others,
         replace(last, end=sys.maxsize),
-    ]  # the last piece continues into damaged rows, to count them
+    ]  # the last piece includes damaged rows, so that they are counted
 
 
 def table_records(
     piece: SourcePiece, options: SourceOptions, tally: BuildTally
 ) -> Iterator[Record]:
-    """Yield the rows of a piece as mappings, created one by one; count damaged ones.
+    """Yield the rows of a piece as mappings, one by one; count damaged rows.
 
     Raises:
         RefusedFileError: as for `cut_table`.
-        UnusableError: the rest is damaged.
+        UnusableError: the rest of the file is damaged.
         OSError: the file cannot be read.
     """
     row, form = piece.first, piece.file.format.form
@@ -211,7 +211,7 @@ def _value(cell: Any, column: str, options: SourceOptions) -> Any:
     """Return the value of a cell.
 
     Raises:
-        UnusableError: the text is too long or wrongly encoded.
+        UnusableError: the text is too long, or does not have the expected encoding.
     """
     value = getattr(cell, "value", cell)  # if the column is dictionary-encoded
     content = value.as_buffer() if hasattr(value, "as_buffer") else None
@@ -223,7 +223,7 @@ def _value(cell: Any, column: str, options: SourceOptions) -> Any:
         return bytes(content).decode(options.encoding)
     except UnicodeError:
         if column != options.field and options.whole_records:
-            return None  # such as an image
+            return None  # for instance, an image
         raise UnusableError(NOT_TEXT, NAME_ENCODING) from None
 
 

@@ -1,4 +1,4 @@
-"""Texts in structured files: notebooks, HTML pages, subtitles and mail."""
+"""Extracts the text of notebooks, HTML pages, subtitles and mail."""
 
 import json
 import re
@@ -11,17 +11,17 @@ from typing import Any, Final
 from indexer.errors import UnusableError, reason_of
 
 _UNSEEN: Final = frozenset({"head", "script", "style", "template", "noscript"})
-"""Elements of a page whose text is not visible."""
+"""HTML elements whose text is not visible."""
 
 _BLOCK_LIST: Final = """
     address article aside blockquote body div dl fieldset figure footer form h1 h2 h3 h4 h5 h6
     header hr main nav ol p pre section table ul
 """
 _BLOCKS: Final = frozenset(_BLOCK_LIST.split())
-"""Block elements."""
+"""HTML block elements."""
 
 _LINES: Final = frozenset({"br", "dd", "dt", "figcaption", "li", "tr"})
-"""Elements that start a new line."""
+"""HTML elements that start a new line."""
 
 _CUE_TIMES: Final = re.compile(r"^[\d:.,]+ --> .*$")
 _CUE_NOTES: Final = ("WEBVTT", "NOTE", "STYLE", "REGION")
@@ -32,11 +32,12 @@ _BEGINS: Final = b"From "
 def cells_of(text: str, *, with_outputs: bool = False) -> str:
     """Return the source of a notebook's cells, separated by empty lines.
 
-    https://nbformat.readthedocs.io; before version 4, cells were in worksheets.
+    The format is described at https://nbformat.readthedocs.io. Before version 4, cells were in
+    worksheets.
 
     Args:
         text: content of the notebook.
-        with_outputs: whether texts that the code printed or returned follow their cell.
+        with_outputs: whether to add, after each cell, the texts that its code printed or returned.
 
     Raises:
         UnusableError: the text is not a notebook.
@@ -51,12 +52,12 @@ def cells_of(text: str, *, with_outputs: bool = False) -> str:
             pairs = zip(found, told, strict=True)
             found = [each for source, outputs in pairs for each in (source, *outputs)]
     except (ValueError, RecursionError, AttributeError, TypeError) as error:
-        raise UnusableError("notebook that is no JSON", "save it again") from error
+        raise UnusableError("notebook that is not JSON", "save it again") from error
     return "\n\n".join(each for each in map(_joined, found) if each.strip())
 
 
 def _told(output: Mapping[str, Any]) -> Any:
-    """Return the text of an output; empty for an image."""
+    """Return the text of a cell output; empty for an image."""
     return output.get("text") or output.get("data", {}).get("text/plain", "")
 
 
@@ -78,7 +79,7 @@ def spoken_in(text: str) -> str:
 
 
 class _Page(HTMLParser):
-    """The text of a page as a reader sees it, in lines."""
+    """Collects the visible text of an HTML page, in lines."""
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
@@ -90,7 +91,7 @@ class _Page(HTMLParser):
     def handle_starttag(self, tag: str, _attributes: object) -> None:
         if tag in _UNSEEN:
             self._unseen.append(tag)
-        elif tag == "body":  # if a head was left open
+        elif tag == "body":  # in case the head was not closed
             self._unseen.clear()
         self._num_kept += tag == "pre"
         if tag in _BLOCKS | _LINES:
@@ -139,7 +140,7 @@ def letters_in(lines: Iterable[bytes], max_bytes: int) -> Iterator[bytes | None]
 
     Args:
         lines: lines of the mailbox.
-        max_bytes: most bytes of a message; None is yielded for a longer one.
+        max_bytes: most bytes of a message; a longer message is yielded as None.
     """
     held: list[bytes] = []
     num_bytes, was_blank = 0, True
@@ -158,17 +159,17 @@ def letters_in(lines: Iterable[bytes], max_bytes: int) -> Iterator[bytes | None]
 
 
 def text_of_letter(letter: bytes) -> str:
-    """Return the body of a message, without headers and attachments; empty if it has no text.
+    """Return the body of a mail message, without headers and attachments; empty if it has no text.
 
     Raises:
-        UnusableError: it is not a valid message.
+        UnusableError: the message is malformed.
     """
     try:
         message: Any = message_from_bytes(letter, policy=default)
         body = message.get_body(("plain", "html"))
         text = "" if body is None else str(body.get_content())
-    # Unknown encodings, and headers that the library does not accept.
+    # Raised for unknown encodings, and for headers that the library does not accept.
     except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
-        raise UnusableError("letter that cannot be read", reason_of(error)) from error
+        raise UnusableError("mail that cannot be read", reason_of(error)) from error
     is_page = body is not None and body.get_content_subtype() == "html"
     return text_of_page(text) if is_page else text

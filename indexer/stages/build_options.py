@@ -24,36 +24,37 @@ if TYPE_CHECKING:
 ENGINES: Final = ("processes", "ray", "serial")
 
 _PROCESS_BYTES: Final = 512 << 20
-"""Estimated memory of a build's main process and a worker, besides the data that is sorted."""
+"""Estimated memory of a build's main process and one worker, without the data that is sorted."""
 
 _LEAST_SEGMENT_TOKENS: Final = 1 << 20
-"""Least tokens of a segment. Smaller ones would save little memory, since a process takes more than
-sorting a million tokens, and every look-up searches each segment."""
+"""Fewest tokens of a segment. Smaller segments would save little memory, because a process takes
+more than sorting a million tokens does. They would also slow down look-ups, which search each
+segment."""
 
 _log = getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """How an index is built; every value has a default that fits most corpora.
+    """How an index is built. The default values fit most corpora.
 
     Attributes:
-        sources: how sources are found and read; documents beyond its length limit are skipped,
-            wherever they come from.
-        segment_tokens: most tokens of a segment, except for a single longer document; from 1 to
-            `MAX_POSITIONS`, beyond which positions do not fit the format.
-        keep_duplicates: whether to index a document as often as it occurs.
+        sources: how sources are found and read. Its length limit also applies to texts that the
+            caller passes in memory.
+        segment_tokens: most tokens of a segment, except for a single longer document. From 1 to
+            `MAX_POSITIONS`; larger positions do not fit the format.
+        keep_duplicates: whether to index duplicate documents.
         strict: largest share of the records and files that may be unreadable, from 0 to 1, before
             the build fails; None for any share. Files that a rule skips do not count.
-        replace: whether added documents replace those of the same name, such as earlier versions of
-            a file; otherwise these stay and are counted.
+        replace: whether an added document replaces indexed documents of the same name, such as
+            earlier versions of a file. Otherwise they stay and are counted.
         keep_texts: whether to store the texts as well, so that the index can be rebuilt for another
             tokenizer.
         overwrite: whether to replace an existing index at the output path.
         resume: whether to continue an earlier build of the same output that was killed or failed.
             Unchanged parts and segments are not rebuilt. If this build fails or is killed, its
             results stay for the next one. Only builds from sources can be resumed.
-        screen: what to keep out of the index, if anything; texts are screened, not tokens.
+        screen: what to exclude from the index, if anything. Only texts are screened, not tokens.
         engine: where the stages run. Segments are smaller if sorting one would exceed the engine's
             memory; otherwise the engine does not affect how the index is divided.
 
@@ -67,8 +68,8 @@ class BuildOptions:
     segment_tokens: Annotated[
         int,
         Flag(
-            "Start a new segment rather than exceed this. Sorting one takes some "
-            "ten bytes of memory per token; look-ups take longer with more segments.",
+            "Most tokens of a segment. Sorting a segment takes about ten bytes of memory per "
+            "token. Look-ups take longer with more segments.",
             least=1,
             most=MAX_POSITIONS,
         ),
@@ -76,16 +77,16 @@ class BuildOptions:
     keep_duplicates: Annotated[
         bool,
         Flag(
-            "Index a text as often as it occurs. Without this, documents whose text "
-            "equals that of an earlier one are left out and counted."
+            "Index duplicates as well. By default, a document with the same text as an earlier "
+            "one is left out and counted."
         ),
     ] = False
     strict: Annotated[
         float | None,
         Flag(
             "End with status 1, and change nothing, if more than this share of records "
-            "and files could not be read: 0.01 tolerates one in a hundred, 0 none. Files passed "
-            "over by their names, empty texts and duplicates do not count.",
+            "and files could not be read: 0.01 tolerates one in a hundred, 0 none. Files "
+            "skipped by name, empty texts and duplicates do not count.",
             metavar="SHARE",
             least=0,
             most=1,
@@ -94,25 +95,24 @@ class BuildOptions:
     replace: Annotated[
         bool,
         Flag(
-            "Replace documents that the index has under the same "
-            "names: new versions of files. Without it both are drafted from, and the report "
-            "counts them."
+            "Replace indexed documents of the same names, such as older versions of files. By "
+            "default, drafts come from both versions, and the report counts them."
         ),
     ] = False
     keep_texts: Annotated[
         bool,
         Flag(
-            "Keep the texts in the index, compressed, so that it can be built for "
-            "another tokenizer without its sources."
+            "Store the texts in the index, compressed, so that it can be rebuilt for another "
+            "tokenizer without its sources."
         ),
     ] = False
     overwrite: Annotated[bool, Flag("Replace the index at DIR once the new one is done.")] = False
     resume: Annotated[
         bool,
         Flag(
-            "Continue an earlier build of DIR with --resume that was killed or failed: "
-            "what it had read and sorted is reused if sources, tokenizer and options are the "
-            "same. If this build fails, its results stay next to DIR for another."
+            "Continue a build of DIR that was started with --resume and was killed or failed. "
+            "What it had read and sorted is reused if sources, tokenizer and options are the "
+            "same. If this build fails, its results stay next to DIR for the next one."
         ),
     ] = False
     screen: Screening | None = None
@@ -132,7 +132,7 @@ class BuildOptions:
 
     @property
     def needs_template(self) -> bool:
-        """Whether conversations are written by a chat template, if the tokenizer has one."""
+        """Whether the tokenizer's chat template, if it has one, formats conversations."""
         return self.sources.turns == Turns.ALL and self.sources.template is None
 
     def with_template_of(
@@ -149,10 +149,10 @@ class BuildOptions:
         return replace(self, sources=replace(self.sources, template=template))
 
     def with_licence(self, stated: str, index: Path) -> "BuildOptions":
-        """Return the options with the licence that was given for an index, if none is given now.
+        """Return the options with the index's stated licence, unless they already have a licence.
 
         Args:
-            stated: licence that was given for the index; empty if none was.
+            stated: licence that was stated when the index was built; empty if none was.
             index: folder of the index, for messages.
         """
         if not stated or self.sources.licence:
@@ -164,7 +164,7 @@ class BuildOptions:
         """Check that the share of unreadable records and files is within the limit.
 
         Raises:
-            SourceError: it is not.
+            SourceError: the share is above the limit.
         """
         most = self.strict
         if most is None or tally.dropped_share <= most:
@@ -176,13 +176,13 @@ class BuildOptions:
         )
 
     def for_blocks(self, num_blocks: int) -> "BuildOptions":
-        """Return the options for a number of blocks: a single one is read in this process."""
+        """Return the options for a number of blocks. A single block is read in this process."""
         if num_blocks > 1 or not isinstance(self.engine, ProcessPool):
             return self
         return replace(self, engine=Serial(self.engine.memory_bytes))
 
     def most_tokens(self, vocabulary_size: int) -> int:
-        """Return the most tokens of a segment, halved until sorting one fits into the memory.
+        """Return the most tokens of a segment, halved until sorting a segment fits into memory.
 
         Args:
             vocabulary_size: largest token id plus one.
@@ -215,13 +215,13 @@ DEFAULTS: Final = BuildOptions()
 
 
 def engine_of(kind: str, workers: int | None = None, memory_bytes: int | None = None) -> Engine:
-    """Return the engine of a kind.
+    """Return an engine of a kind.
 
     Args:
         kind: one of `ENGINES`.
-        workers: most concurrent processes; by default as many as this process has processors.
-        memory_bytes: memory for this process and the workers together; by default half of what is
-            available.
+        workers: most concurrent processes. By default, as many as this process has processors.
+        memory_bytes: memory for this process and the workers together. By default, half of the
+            available memory.
 
     Raises:
         IndexerError: there is no such engine, or it cannot have so few workers.

@@ -1,8 +1,8 @@
-"""The stages of a build in order, from sources to the contents of a snapshot.
+"""Runs the stages of a build in order, from sources to the contents of a snapshot.
 
-Blocks of sources become parts, parts without duplicates become segments, and the segments' n-grams
-become phrase tables. Every stage maps a function over tasks; both can be pickled, so that an engine
-can run them anywhere.
+Blocks of sources become parts. Parts without duplicates become segments. The segments' n-grams
+become phrase tables. Each stage maps a function over tasks. Both the function and the tasks can be
+pickled, so an engine can run them anywhere.
 """
 
 import secrets
@@ -56,23 +56,23 @@ FINDING: Final = "finding sources"
 READING: Final = "reading"
 SORTING: Final = "sorting"
 COUNTING: Final = "counting"
-"""Names of the stages of a build, in reports and temporary folders."""
+"""Names of the build stages, in reports and for temporary folders."""
 
 _UNCOUNTED_SHARE: Final = 8
-"""Phrase tables are rebuilt once more than one token in this many is not counted in them. The time
-to count grows with the whole index, and continuations that are frequent in seven eighths of it are
-frequent in all of it. With a fixed share, each token is counted a bounded number of times."""
+"""Phrase tables are rebuilt once more than one token in this many is missing from them. Counting
+takes time that grows with the whole index. Continuations that are frequent in seven eighths of the
+index are frequent in all of it. A fixed share bounds how often each token is counted."""
 
 _SCRATCH_NAME_BYTES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
 class KeptTexts:
-    """The texts of a segment as a block of documents to read.
+    """The texts of a segment, as a block of documents to read.
 
     Attributes:
-        part: segment as a part.
-        file: record of its texts file.
+        part: the segment as a part.
+        file: record of the segment's texts file.
     """
 
     part: Part
@@ -91,7 +91,7 @@ class KeptTexts:
 
 @dataclass(frozen=True, slots=True)
 class GivenTexts:
-    """A caller's names and texts as a block of documents to read; cannot be pickled."""
+    """Names and texts from the caller, as a block of documents to read. Cannot be pickled."""
 
     pairs: Iterable[tuple[str, str]]
 
@@ -109,7 +109,7 @@ class PartTask:
     """The arguments of `write_part`.
 
     Attributes:
-        folder: folder of the part, to create.
+        folder: folder of the part, to be created.
         block: block of documents to read.
         tokenizer: path of the stored tokenizer.
         vocabulary_size: largest token id plus one.
@@ -126,14 +126,14 @@ class PartTask:
 
     @property
     def memory_bytes(self) -> int:
-        """The most memory that `write_part` takes, for kept texts with the usual length limit."""
+        """Most memory that `write_part` takes. Stored texts count with the default size limit."""
         most = self.options.sources.max_document_bytes
         if isinstance(self.block, KeptTexts):
             most = DEFAULT_MAX_DOCUMENT_BYTES
         return tokenising_bytes(most)
 
     def documents(self, tally: BuildTally) -> Iterator[UsableText]:
-        """Yield the documents of the block that can be tokenised; count the others."""
+        """Yield the block's documents that can be tokenised; count the others."""
         sources, screen, block = self.options.sources, self.options.screen, self.block
         found = read(block, sources, tally) if isinstance(block, SourceBlock) else block.documents()
         most = sys.maxsize if isinstance(block, KeptTexts) else sources.max_document_bytes
@@ -146,8 +146,8 @@ def write_part(task: PartTask) -> tuple[Part, BuildTally]:
     """Read and tokenise documents; return the part and its counts.
 
     Raises:
-        DamagedIndexError: kept texts of an index are damaged.
-        IndexerError: the disk is full or refuses.
+        DamagedIndexError: the stored texts of an index are damaged.
+        IndexerError: the disk is full, or the system denies the write.
     """
     tally = BuildTally()
     encoder, dtype = stored_encoder(task.tokenizer), token_dtype(task.vocabulary_size)
@@ -175,11 +175,11 @@ def gather_part(
 def without_duplicates(
     parts: Sequence[Part], known: Sequence[NDArray[np.uint8]], tally: BuildTally
 ) -> list[Piece]:
-    """Return the documents that are not in earlier parts or known digests; count the others.
+    """Return the documents that are new, and count the duplicates.
 
     Args:
-        parts: parts in order.
-        known: uint8[n, DIGEST_BYTES] each, digests of documents that the index already has.
+        parts: parts in order. A document is a duplicate if an earlier one has the same digest.
+        known: uint8[n, DIGEST_BYTES] each, digests of documents that are already in the index.
         tally: counts the duplicates.
     """
     is_first = first_of(np.concatenate([*known, *(part.documents().digests for part in parts)]))
@@ -198,7 +198,7 @@ def without_duplicates(
 
 
 def first_of(digests: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """Return which digests differ from all earlier ones.
+    """Return a mask of the digests that differ from all earlier digests.
 
     Args:
         digests: uint8[n, DIGEST_BYTES].
@@ -211,10 +211,10 @@ def first_of(digests: NDArray[np.uint8]) -> NDArray[np.bool_]:
 
 @contextmanager
 def scratch_folder(folder: Path, stage: str, *, kept: bool = False) -> Iterator[Path]:
-    """Yield a folder in an index for what a stage writes before publication.
+    """Yield a folder inside the index for files that a stage writes before publication.
 
-    It is empty, has a random name that no other process uses, and is removed after the block,
-    unless it is kept.
+    The folder is empty and has a random name that no other process uses. It is removed after the
+    block, unless `kept` is set.
 
     Args:
         folder: directory of the index.
@@ -222,7 +222,7 @@ def scratch_folder(folder: Path, stage: str, *, kept: bool = False) -> Iterator[
         kept: whether the folder stays with its content, and is reused the next time.
 
     Raises:
-        IndexerError: the disk is full or refuses.
+        IndexerError: the disk is full, or the system denies the write.
     """
     name = stage if kept else f"{stage}-{secrets.token_hex(_SCRATCH_NAME_BYTES)}"
     scratch = folder / SCRATCH_FOLDER / name
@@ -234,12 +234,12 @@ def scratch_folder(folder: Path, stage: str, *, kept: bool = False) -> Iterator[
     finally:
         if not kept:
             shutil.rmtree(scratch, ignore_errors=True)
-            with suppress(OSError):  # other writers' folders remain, or there was none
+            with suppress(OSError):  # it still has other writers' folders, or does not exist
                 scratch.parent.rmdir()
 
 
 OnProgress = Callable[[BuildTally], None]
-"""Called with the counts so far; their `doing` describes the current work."""
+"""Called with the counts so far; `doing` in the counts describes the current work."""
 
 
 def no_progress(tally: BuildTally) -> None:
@@ -249,15 +249,16 @@ def no_progress(tally: BuildTally) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Building:
-    """An index that is being built or changed, with what all stages need.
+    """An index that is being built or changed, with the values that all stages need.
 
     Attributes:
         folder: directory of the index.
-        vocabulary: vocabulary of its tokenizer.
+        vocabulary: vocabulary of the index's tokenizer.
         options: how to build.
         tally: counts of the build.
-        tell: called with the progress.
-        kept_as: if not empty, finished parts and segments are kept, keyed by this and their inputs.
+        tell: progress callback.
+        kept_as: if not empty, results of finished parts and segments are stored for a later build,
+            under keys made from this value and their inputs.
     """
 
     folder: Path
@@ -307,11 +308,11 @@ class Building:
         return key_of(self.kept_as, how, block, _stamps(block))
 
     def chosen(self, parts: Sequence[Part], known: Sequence[NDArray[np.uint8]] = ()) -> list[Piece]:
-        """Return the documents of parts to index.
+        """Return the documents to index, from all parts.
 
         Args:
             parts: parts in order.
-            known: uint8[n, DIGEST_BYTES] each, digests of documents that the index already has.
+            known: uint8[n, DIGEST_BYTES] each, digests of documents that are already in the index.
         """
         filled = [part for part in parts if part.num_documents]
         if not self.options.keep_duplicates and filled:
@@ -319,10 +320,10 @@ class Building:
         return [Piece(part, part.whole) for part in filled]
 
     def segments(self, groups: Iterable[Sequence[Piece]], first: int) -> list[SegmentRecord]:
-        """Write a segment for each group of pieces, numbered from `first`.
+        """Write a segment for each group of pieces. Segments are numbered from `first`.
 
-        They are moved to their places once all are complete, so processes that outlive a killed
-        writer write only in its scratch folder.
+        Segments move to their final places once all are complete. So if a writer is killed, its
+        surviving processes write only in its scratch folder.
         """
         self.tell(self.tally.now(SORTING))
         kept_as = self.kept_as
@@ -350,16 +351,16 @@ class Building:
         return records
 
     def phrases(self, number: int, contents: Contents, *, always: bool = False) -> PhrasesRecord:
-        """Return phrase tables for segments: the existing ones if they are good enough.
+        """Return phrase tables for the segments. The existing tables are reused if good enough.
 
-        They are if they count no removed segment and lack at most an eighth of the tokens. Tokens
-        that were just added are found in the suffixes, and the time to count grows with the whole
-        index.
+        Tables are good enough if they count no removed segment and miss at most an eighth of the
+        tokens. Tokens that were just added are found in the suffix arrays, and counting takes time
+        that grows with the whole index.
 
         Args:
             number: number of the snapshot that will be published.
             contents: contents with the phrase tables of the previous snapshot.
-            always: whether to rebuild them unless they count exactly the segments.
+            always: whether to rebuild the tables unless they count exactly these segments.
         """
         self.tell(self.tally.now(COUNTING))
         live = {record.name for record in contents.segments}
@@ -380,17 +381,17 @@ class Building:
 
 
 def _stamps(block: SourceBlock) -> list[tuple[int, int]]:
-    """Return sizes and times of a block's files; they change when a file is written."""
+    """Return the sizes and times of a block's files. They change when a file is written."""
     found = []
     for piece in block.pieces:
-        with suppress(OSError):  # reading it will report that
+        with suppress(OSError):  # reading the file will report the error
             stat = piece.file.path.stat()
             found.append((stat.st_size, stat.st_mtime_ns))
     return found
 
 
 def _documents_key(kept_as: str, group: Sequence[Piece]) -> str:
-    """Return a checksum of the documents of a segment: names, checksums of texts, lengths."""
+    """Return a checksum of a segment's documents: their names, text checksums and lengths."""
     if not kept_as:
         return ""
     keys: list[object] = []
@@ -402,7 +403,7 @@ def _documents_key(kept_as: str, group: Sequence[Piece]) -> str:
 
 
 def _remove_others(place: Path, records: Sequence[SegmentRecord], scratch: Path) -> None:
-    """Remove segments of an earlier build that was divided differently."""
+    """Remove segments from an earlier build that divided the documents differently."""
     names = {record.name for record in records}
     for folder in [each for each in place.iterdir() if each.name not in names]:
         forget_result(scratch / folder.name)
@@ -416,10 +417,10 @@ def planned(
     tell: OnProgress,
     scratch: Path,
 ) -> list[SourceBlock]:
-    """Return the blocks of all sources; report how many files are found so far.
+    """Return the blocks of all sources, and report the number of files found so far.
 
     Raises:
-        SourceError: a source does not exist, or all of them are empty.
+        SourceError: a source does not exist, or all sources are empty.
     """
     tell(tally.now(FINDING))
     with _looking(lambda: tell(replace(tally)), tell):
@@ -432,25 +433,25 @@ def planned(
 
 
 def no_document(tally: BuildTally) -> SourceError:
-    """Return the error for sources without a document that can be indexed."""
+    """Return the error for sources without any document that can be indexed."""
     reasons = tally.describe_skipped()
     return SourceError("no document to index" + (f": skipped {reasons}" if reasons else ""))
 
 
-_LOOK_S: Final = 0.25  # between checks of the progress of tasks
+_LOOK_S: Final = 0.25  # interval between checks of the tasks' progress
 _Counts = tuple[int, int]
 
 
 def _counting(
     documents: Iterable[TokenisedDocument], folder: Path, tally: BuildTally
 ) -> Iterator[TokenisedDocument]:
-    """Yield documents, and periodically record the numbers of bytes and tokens so far."""
+    """Yield documents, and regularly record the numbers of bytes and tokens so far."""
     num_tokens, noted_s = 0, time.monotonic()
     for document in documents:
         num_tokens += len(document.tokens)
         if time.monotonic() - noted_s > _LOOK_S:
             noted_s = time.monotonic()
-            with suppress(OSError):  # only for the display
+            with suppress(OSError):  # the file is only for the progress display
                 _note_of(folder).write_text(f"{tally.num_bytes_read} {num_tokens}")
         yield document
 
@@ -463,7 +464,7 @@ def _noted(folder: Path) -> _Counts:
 
 
 def _note_of(folder: Path) -> Path:
-    return folder.with_suffix(".counts")  # independent of the temporary folder of a task
+    return folder.with_suffix(".counts")  # outside the task's temporary folder
 
 
 @contextmanager
@@ -475,10 +476,10 @@ def _watching(
     Args:
         tasks: tasks that are going to run.
         tally: counts of finished tasks.
-        tell: called with the counts.
+        tell: progress callback.
 
     Yields:
-        A function to call once a task is done.
+        A function to call when a task is done.
     """
     running = dict.fromkeys(task.folder for task in tasks)
     shown = [0, 0]
@@ -488,7 +489,7 @@ def _watching(
         partly = replace(tally)
         for at, name in enumerate(("num_bytes_read", "num_tokens")):
             now = getattr(tally, name) + sum(each[at] for each in counts)
-            shown[at] = max(shown[at], now)  # between the end of a task and its counts
+            shown[at] = max(shown[at], now)  # a task may have ended before its counts are merged
             setattr(partly, name, shown[at])
         tell(partly)
 
@@ -503,7 +504,7 @@ def _watching(
 
 @contextmanager
 def _looking(show: Callable[[], None], tell: OnProgress) -> Iterator[None]:
-    """Call a function periodically during the block, unless there is no progress display."""
+    """Call a function at regular intervals during the block, if there is a progress display."""
     ended = Event()
 
     def look() -> None:

@@ -1,7 +1,7 @@
-"""A map over tasks that keeps results for a later build, as notes next to the tasks' files.
+"""Maps a function over tasks, and stores results for a later build in notes next to their files.
 
-A task whose result is kept leaves a note with the result and a key, a checksum of everything that
-the result depends on. The same task in a later build finds the note and returns its result.
+A note holds a task's result and a key. The key is a checksum of everything that the result depends
+on. If the same task runs again in a later build, its result is read from the note.
 """
 
 import hashlib
@@ -27,12 +27,13 @@ _NOTE: Final = ".done"
 
 
 class Task(Protocol):
-    """A task; a dataclass.
+    """A task, which must be a dataclass.
 
     Attributes:
-        folder: folder that it writes.
-        key: key of everything that the result depends on, see `key_of`; if empty, nothing is kept.
-        memory_bytes: most memory that it takes.
+        folder: folder that the task writes.
+        key: checksum of everything that the result depends on, see `key_of`. If empty, the result
+            is not stored.
+        memory_bytes: most memory that the task takes.
     """
 
     @property
@@ -50,7 +51,7 @@ _Result = TypeVar("_Result")
 
 
 def key_of(*parts: object) -> str:
-    """Return a checksum of values, from their representations."""
+    """Return a checksum of values, computed from their `repr`."""
     content = repr((FORMAT_VERSION, *parts)).encode("utf-8", "backslashreplace")
     return hashlib.blake2b(content, digest_size=_KEY_BYTES).hexdigest()
 
@@ -58,17 +59,17 @@ def key_of(*parts: object) -> str:
 def map_kept(
     engine: Engine, function: Callable[[_Task], _Result], tasks: Sequence[_Task]
 ) -> Iterator[_Result]:
-    """Yield the results of all tasks in order; kept results do not run their tasks.
+    """Yield the results of all tasks in order. A task with a stored result does not run.
 
     Args:
         engine: where to run.
-        function: as for `Engine.map`, annotated with its return type, which contains no folder. A
-            worker that outlives a killed build may write the same task's folder at the same time,
-            so each run writes to a separate folder.
+        function: as for `Engine.map`. Its annotated return type must contain no folder. Each call
+            writes to a separate folder, because a worker that outlives a killed build may be
+            writing the same task's output.
         tasks: arguments of the calls.
 
     Raises:
-        IndexerError: as for `Engine.map`, or the disk is full or refuses.
+        IndexerError: as for `Engine.map`; or the disk is full, or the system denies the write.
     """
     need = max((task.memory_bytes for task in tasks), default=0)
     return engine.map(partial(_done, function), tasks, need)
@@ -93,13 +94,13 @@ def _done(function: Callable[[_Task], _Result], task: _Task) -> _Result:
 @cache
 def _form_of(function: Callable[..., Any]) -> "TypeAdapter[Any]":
     """Return the adapter that writes and reads a function's results as JSON."""
-    from pydantic import TypeAdapter  # noqa: PLC0415  (not needed if nothing is kept)
+    from pydantic import TypeAdapter  # noqa: PLC0415  (not needed if no result is stored)
 
     return TypeAdapter(get_type_hints(function, include_extras=True)["return"])
 
 
 def _kept(task: Task, form: "TypeAdapter[Any]") -> Any:
-    """Return the kept result of a task, or None if it has to run."""
+    """Return the stored result of a task, or None if the task has to run."""
     try:
         note = json.loads(_note_of(task.folder).read_bytes())
         if isinstance(note, dict) and note.get("key") == task.key:
@@ -110,9 +111,9 @@ def _kept(task: Task, form: "TypeAdapter[Any]") -> Any:
 
 
 def _keep(task: Task, written: Path, form: "TypeAdapter[Any]", result: object) -> None:
-    """Move the output of a task to its folder, and write the note once everything is on disk.
+    """Move a task's output to its folder, and write the note once everything is on disk.
 
-    An existing output of the same task stays.
+    Existing output of the same task stays.
     """
     note = _note_of(task.folder)
     for path in written.iterdir():
@@ -132,13 +133,13 @@ def _keep(task: Task, written: Path, form: "TypeAdapter[Any]", result: object) -
 
 
 def remove_unfinished(scratch: Path) -> None:
-    """Remove unfinished output of tasks in a folder whose build was killed."""
+    """Remove the unfinished task output that a killed build left in a folder."""
     for path in [each for each in scratch.iterdir() if each.suffix not in {"", _NOTE}]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def forget_result(folder: Path) -> None:
-    """Make the task that wrote a folder run again the next time."""
+    """Remove the note of the task that wrote a folder, so that the task runs again."""
     _note_of(folder).unlink(missing_ok=True)
 
 

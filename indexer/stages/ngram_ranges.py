@@ -1,4 +1,4 @@
-"""Counting n-grams by ranges, and joining the sorted ranges from disk."""
+"""Counts n-grams by ranges, and joins the sorted ranges from disk."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,23 +23,23 @@ from indexer.format.table_sums import (
 )
 
 STRIDE: Final = 1 << 20
-"""Occurrences to count at a time: arrays of some tens of MB, long enough for numpy."""
+"""Occurrences to count at a time. The arrays take tens of MB, which is long enough for numpy."""
 
 COUNTING_BYTES: Final = 256 << 20
-"""Most memory of `count_range`, without mapped files; 180 MB were measured."""
+"""Most memory that `count_range` takes, without mapped files; 180 MB were measured."""
 
 _MAX_PREFIX: Final = MAX_ORDER - 2
 
 
 @dataclass(frozen=True, slots=True)
 class NgramRange:
-    """N-grams that begin with the same tokens and whose next token is in a range.
+    """All n-grams that share their first tokens and whose next token is in a range.
 
     Attributes:
-        prefix: first tokens, up to two.
+        prefix: the shared first tokens, up to two.
         begin: smallest next token.
         end: largest next token plus one.
-        prefix_count: occurrences of the prefix over all segments.
+        prefix_count: occurrences of the prefix in all segments.
     """
 
     prefix: tuple[int, ...]
@@ -49,13 +49,13 @@ class NgramRange:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first range with the prefix; every prefix has a first one."""
+        """Whether this is the first range with its prefix. Every prefix has one first range."""
         return self.begin == 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Adjacent suffixes of a segment that begin with the same tokens."""
+    """Adjacent suffixes of a segment that start with the same tokens."""
 
     tokens: Tokens
     suffixes: NDArray[np.uint32]
@@ -71,12 +71,12 @@ class _Run:
         return _Run(self.tokens, self.suffixes, self.starts, begin, end)
 
     def next_tokens(self, places: NDArray[np.int64], depth: int) -> Tokens:
-        """Return the tokens at offset `depth` of suffixes."""
+        """Return the tokens at offset `depth` of some suffixes."""
         positions = self.suffixes.take(places, mode="clip").astype(np.int64)
         return self.tokens.take(positions + depth, mode="clip")
 
     def places_of(self, values: NDArray[np.int64], depth: int) -> NDArray[np.int64]:
-        """Return for each token the first suffix whose token at `depth` is not smaller."""
+        """Return, for each token, the first suffix whose token at `depth` is not smaller."""
         if depth == 0:
             return self.starts[values].astype(np.int64)
         low, high = np.full(len(values), self.begin), np.full(len(values), self.end)
@@ -93,12 +93,12 @@ def plan_ranges(
 ) -> Iterator[NgramRange]:
     """Yield ranges that cover all n-grams of two and more tokens, in ascending order.
 
-    Each range has few occurrences, or has only n-grams with the same first three tokens, which are
-    few. The n-grams of a very frequent token are divided by their second token, those of a very
-    frequent pair by the third.
+    Each range has few occurrences, or contains only n-grams with the same first three tokens. Such
+    n-grams are few. If a token is very frequent, its n-grams are divided by their second token. If
+    a pair of tokens is very frequent, its n-grams are divided by their third token.
 
     Args:
-        segments: segments with sound arrays.
+        segments: segments with valid arrays.
         vocabulary_size: largest token id plus one.
         stride: number of occurrences that counts as few.
     """
@@ -130,9 +130,9 @@ def _divided(
 def _bounds(
     runs: Sequence[_Run], depth: int, vocabulary_size: int, stride: int
 ) -> NDArray[np.int64]:
-    """Return tokens at which ranges may end, with few occurrences between two of them.
+    """Return tokens at which ranges may end.
 
-    Or there is a single token between them.
+    Two adjacent ends have few occurrences or only a single token between them.
     """
     if depth == 0:
         return np.arange(vocabulary_size + 1)
@@ -150,14 +150,14 @@ def count_range(
 ) -> list[Level]:
     """Return levels 2 to 4 of the n-grams of a range, each sorted by parent and token.
 
-    Counts are exact, over all segments. A pair that is the prefix of several ranges is in all of
-    them, with its own count.
+    Counts are exact, over all segments. If a pair is the prefix of several ranges, each of these
+    ranges contains the pair, with the pair's total count.
 
     Args:
         segments: as for `plan_ranges`.
-        each: one of the ranges that it yielded.
+        each: one of the ranges that `plan_ranges` yielded.
         vocabulary_size: largest token id plus one.
-        stride: occurrences to count at a time.
+        stride: number of occurrences to count at a time.
     """
     dtype = token_dtype(vocabulary_size)
     parts = [_nothing(dtype)]
@@ -203,8 +203,8 @@ class Branches:
         counted: the counted range.
         path: path of the file, with parents, tokens and codes of levels 2 to 4.
         sizes: number of entries of each level.
-        histograms: int64[3, 256], entries of each level by code; a pair that is the prefix of
-            several ranges counts in the first.
+        histograms: int64[3, 256], number of entries of each level, by code. If a pair is the prefix
+            of several ranges, only the first range counts it.
         dtype: dtype of tokens.
     """
 
@@ -215,7 +215,7 @@ class Branches:
     dtype: np.dtype[Any]
 
     def levels(self) -> list[Level]:
-        """Return levels 2 to 4, mapped, with codes instead of counts."""
+        """Return levels 2 to 4, mapped into memory, with codes instead of counts."""
         content = map_array(self.path, np.dtype(np.uint8))
         columns, begin = [], 0
         for dtype in (POSITION_DTYPE, self.dtype, COUNT_DTYPE):
@@ -234,17 +234,17 @@ def write_branches(
     path: Path,
     stride: int = STRIDE,
 ) -> Branches:
-    """Count the n-grams of a range, drop those that never have an entry, and write the others.
+    """Count the n-grams of a range, and write those that may get an entry in a table.
 
     Args:
-        segments: segments with sound arrays.
-        counted: the counted range.
+        segments: segments with valid arrays.
+        counted: the range to count.
         vocabulary_size: largest token id plus one.
         path: path of the file.
-        stride: occurrences to count at a time.
+        stride: number of occurrences to count at a time.
 
     Raises:
-        IndexerError: the disk is full or refuses.
+        IndexerError: the disk is full, or the system denies the write.
     """
     levels = in_order(prune(count_range(segments, counted, vocabulary_size, stride), MIN_COUNTS))
     histograms = np.array([np.bincount(each.counts, minlength=NUM_CODES) for each in levels])
@@ -261,14 +261,14 @@ def write_branches(
 
 
 def joined(branches: Iterable[Branches]) -> Iterator[list[Level]]:
-    """Yield the entries of all branches in the order of the format, in pieces of levels 2 to 4.
+    """Yield the entries of all branches in the format's order, in pieces of levels 2 to 4.
 
-    In each piece, parents are numbered from its first entry. A piece without entries of a level may
-    continue with children of that level's last entry.
+    In each piece, parents are numbered from the piece's first entry. A piece without entries of
+    some level may continue with children of that level's previous entry.
 
     Args:
-        branches: branches in the order of their ranges; if ranges have a prefix, all ranges of its
-            token.
+        branches: branches in the order of their ranges. If a range has a prefix, all ranges with
+            the same first token must be present.
     """
     for is_divided, group in groupby(branches, lambda each: each.counted.prefix[:1]):
         if is_divided:
@@ -279,34 +279,34 @@ def joined(branches: Iterable[Branches]) -> Iterator[list[Level]]:
 
 
 def _by_pair(group: Iterable[Branches]) -> Iterator[tuple[Any, Iterator[Branches]]]:
-    """Divide the branches of one first token into groups of one pair, and single others."""
+    """Group the branches of one first token by pair; a branch without a pair is its own group."""
     return groupby(
         group, lambda each: each.counted.prefix[1:] or (each.counted.begin, each.counted.end)
     )
 
 
 class _Range:
-    """Branches whose entries of one level may have to be merged with those of others."""
+    """A branch whose entries of one level may have to be merged with other branches' entries."""
 
     def __init__(self, branches: Branches, level: int) -> None:
         self._levels, self._level = branches.levels(), level
         codes = self._levels[level].counts
         self.codes = np.unique(codes).tolist()
-        rising = codes[::-1]  # entries are in order of descending code, all of one parent
+        rising = codes[::-1]  # entries all have one parent and are in order of descending code
         self._ends = {
             code: len(codes) - int(np.searchsorted(rising, code, side="left"))
             for code in self.codes
         }
 
     def with_code(self, code: int) -> Iterator[list[Level]]:
-        """Yield the entries with this code, and everything that begins with them."""
+        """Yield the entries with this code, and all n-grams that have them as a prefix."""
         if end := self._ends.get(code):
             above = [each for each in self._ends.values() if each < end]
             yield _subtrees(self._levels, self._level, max(above, default=0), end)
 
 
 class _Pair:
-    """Branches of one pair, divided by the third token."""
+    """The branches of one pair, which are divided by the third token."""
 
     def __init__(self, branches: Sequence[Branches]) -> None:
         self._pair = branches[0].levels()[_PAIRS]
@@ -314,7 +314,7 @@ class _Pair:
         self.codes = self._pair.counts.tolist()
 
     def with_code(self, code: int) -> Iterator[list[Level]]:
-        """Yield the pair, if it has this code, and then everything that begins with it."""
+        """Yield the pair, if it has this code, and then all n-grams that have it as a prefix."""
         if code in self.codes:
             nothing = Level(*(column[:0] for column in _columns(self._pair)))
             yield [self._pair, *[nothing] * (MAX_ORDER - 2)]
@@ -327,16 +327,16 @@ def _member(branches: Sequence[Branches]) -> _Range | _Pair:
 
 
 def _by_code(members: Sequence[_Range | _Pair]) -> Iterator[list[Level]]:
-    """Yield entries of one parent by descending code, and those of one code in order of tokens."""
+    """Yield one parent's entries by descending code; entries with equal codes by token."""
     for code in sorted({code for each in members for code in each.codes}, reverse=True):
         for each in members:
             yield from each.with_code(code)
 
 
 def _subtrees(levels: Sequence[Level], level: int, begin: int, end: int) -> list[Level]:
-    """Return the entries of a level from `begin` up to `end`, and everything that begins with them.
+    """Return the entries of a level from `begin` up to `end`, with all their descendants.
 
-    Lower levels are empty, so the parents of this level have no meaning.
+    Levels below `level` are empty, so the parents of its entries have no meaning.
     """
     found = [Level(*(column[:0] for column in _columns(each))) for each in levels[:level]]
     offset = 0

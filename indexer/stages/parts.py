@@ -1,4 +1,4 @@
-"""Parts: tokenised documents before sorting, on disk between the stages of a build."""
+"""Parts: tokenised documents before sorting, stored on disk between the stages of a build."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -24,10 +24,10 @@ class TokenisedDocument:
     """A tokenised document to write into a part.
 
     Attributes:
-        name: name of its source.
+        name: name of the source document.
         licence: licence; empty if unknown.
-        tokens: uint16[n] or uint32[n], n ≥ 1, separator not included.
-        text: text; None if the document came as tokens.
+        tokens: uint16[n] or uint32[n], n ≥ 1, without the separator.
+        text: text of the document; None if the document came as tokens.
     """
 
     name: str
@@ -36,20 +36,20 @@ class TokenisedDocument:
     text: str | None = None
 
     def digest(self) -> bytes:
-        """Return a digest that is equal for equal documents."""
+        """Return a digest of the document. Equal documents have equal digests."""
         return digest_of(self.tokens.data if self.text is None else self.text.encode("utf-8"))
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A folder of documents with their tokens, written by a build, or a segment.
+    """A folder of documents with their tokens. Either a build wrote it, or it is a segment.
 
     Attributes:
-        folder: folder with `TOKENS_FILE`, `DOCUMENT_FILES` and, if texts are kept, `TEXTS_FILE`.
+        folder: folder with `TOKENS_FILE`, `DOCUMENT_FILES` and, if texts are stored, `TEXTS_FILE`.
         num_documents: number of documents.
         num_tokens: number of tokens, without separators.
         licences: licences that the documents' licence numbers refer to.
-        keeps_texts: whether the texts are kept.
+        keeps_texts: whether the texts are stored.
     """
 
     folder: Path
@@ -60,14 +60,14 @@ class Part:
 
     @classmethod
     def of_segment(cls, folder: Path, record: SegmentRecord) -> Self:
-        """Return a segment as a part, since it still has its documents and tokens."""
+        """Return a segment as a part, because it contains documents and tokens, too."""
         return cls(
             folder, record.num_documents, record.num_tokens, record.licences, record.keeps_texts
         )
 
     @property
     def whole(self) -> tuple[tuple[int, int]]:
-        """The range of all its documents."""
+        """The range that covers all documents of the part."""
         return ((0, self.num_documents),)
 
     @property
@@ -76,18 +76,18 @@ class Part:
         return self.num_tokens + self.num_documents
 
     def tokens(self, dtype: np.dtype[Any]) -> Tokens:
-        """Return the tokens, mapped: documents one after another, each followed by a separator."""
+        """Return the mapped tokens: each document's tokens, followed by a separator."""
         tokens: Tokens = map_array(self.folder / TOKENS_FILE, dtype)
         if len(tokens) != self.length:
             raise DamagedIndexError(f"{self.folder / TOKENS_FILE} has another size than was built")
         return tokens
 
     def documents(self) -> DocumentTable:
-        """Return the documents, mapped."""
+        """Return the document table, mapped into memory."""
         return open_documents(self.folder, self.num_documents, self.licences)
 
     def texts(self) -> Iterator[tuple[str, str, str]]:
-        """Yield name, licence and text of each document, if texts are kept.
+        """Yield the name, licence and text of each document, if texts are stored.
 
         Raises:
             DamagedIndexError: the texts file is damaged.
@@ -103,7 +103,7 @@ class Part:
         """Yield the lines of the texts file for some documents.
 
         Args:
-            runs: starts and ends of ranges of their numbers, ascending and not empty.
+            runs: starts and ends of ranges of document numbers, ascending and not empty.
 
         Raises:
             DamagedIndexError: the texts file is damaged.
@@ -128,15 +128,15 @@ class Part:
 
 
 class PartWriter:
-    """Writes a part, document by document; only the names are held in memory.
+    """Writes a part, document by document. Only the names are held in memory.
 
     Args:
-        folder: folder to create; an unfinished part there is overwritten.
+        folder: folder to create; an unfinished part in it is overwritten.
         dtype: dtype of tokens.
         keeps_texts: whether to store the texts, which the documents must then have.
 
     Raises:
-        IndexerError: the disk is full or refuses; raised by every method.
+        IndexerError: the disk is full, or the system denies the write; raised by every method.
     """
 
     def __init__(self, folder: Path, dtype: np.dtype[Any], *, keeps_texts: bool = False) -> None:
@@ -190,7 +190,7 @@ class PartWriter:
 
     def discard(self) -> None:
         """Close the files of an unfinished part."""
-        with suppress(OSError):  # a full disk refuses the buffered bytes
+        with suppress(OSError):  # a full disk cannot take the buffered bytes
             self._stack.close()
 
 
@@ -206,7 +206,7 @@ def text_line(document: TokenisedDocument) -> bytes:
 
 
 def kept_runs(kept: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """Return the starts and ends of runs of true."""
+    """Return the starts and ends of the runs of true values."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], kept, [False]]).astype(np.int8)))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 

@@ -1,4 +1,4 @@
-"""Building the phrase tables of an index: counts n-grams by ranges, then joins the ranges."""
+"""Builds the phrase tables of an index: counts n-grams by ranges, then joins the ranges."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -49,11 +49,11 @@ class CountTask:
 
 
 def count_branches(task: CountTask) -> Branches:
-    """Count the n-grams of a range; may run in any process that sees the index, and may run again.
+    """Count the n-grams of a range. It may run repeatedly, in any process that sees the index.
 
     Raises:
         DamagedIndexError: a segment is damaged.
-        IndexerError: the disk is full or refuses.
+        IndexerError: the disk is full, or the system denies the write.
     """
     segments = _opened(task.index_folder, task.segments, task.vocabulary_size)
     return write_branches(segments, task.counted, task.vocabulary_size, task.path)
@@ -67,7 +67,7 @@ def write_phrases(  # noqa: PLR0913, PLR0917
     scratch: Path,
     place: Path,
 ) -> dict[str, FileRecord]:
-    """Write the phrase tables of all documents in segments; docs/reference/format.md says which.
+    """Write the phrase tables of all documents in segments; see docs/reference/format.md.
 
     Each process holds one range of n-grams in memory, regardless of the corpus size. The scratch
     folder needs two to three bytes per token of the corpus.
@@ -75,7 +75,7 @@ def write_phrases(  # noqa: PLR0913, PLR0917
     Args:
         engine: where to count.
         index_folder: directory of the index.
-        records: records of its segments.
+        records: records of the index's segments.
         vocabulary_size: largest token id plus one.
         scratch: folder for temporary files.
         place: folder of the tables.
@@ -85,7 +85,7 @@ def write_phrases(  # noqa: PLR0913, PLR0917
 
     Raises:
         DamagedIndexError: a segment is damaged.
-        IndexerError: the disk is full or refuses.
+        IndexerError: the disk is full, or the system denies the write.
     """
     segments = _opened(index_folder, records, vocabulary_size)
     tasks = [
@@ -103,11 +103,11 @@ def join_branches(
 
     Args:
         branches: branches of all ranges, in order.
-        counts: int64[vocabulary size], occurrences of each token.
+        counts: int64[vocabulary size], number of occurrences of each token.
         place: folder of the tables.
 
     Raises:
-        IndexerError: the disk is full or refuses.
+        IndexerError: the disk is full, or the system denies the write.
     """
     histograms = np.zeros((MAX_ORDER - 1, NUM_CODES), np.int64)
     for each in branches:
@@ -121,7 +121,7 @@ def join_branches(
 
 
 def token_counts(segments: Iterable[Segment], vocabulary_size: int) -> NDArray[np.int64]:
-    """Return int64[vocabulary size], how often each token occurs."""
+    """Return int64[vocabulary size], the number of occurrences of each token."""
     counts = np.zeros(vocabulary_size, np.int64)
     for segment in segments:
         counts += np.diff(segment.starts)
@@ -131,8 +131,8 @@ def token_counts(segments: Iterable[Segment], vocabulary_size: int) -> NDArray[n
 class _TableFiles:
     """Writes the files of levels 2 to 4, piece by piece.
 
-    The successors of an entry begin where those of the previous entry end, so `starts` are written
-    together with their entries.
+    An entry's successors begin where the previous entry's successors end. So `starts` are written
+    together with the entries of their level.
     """
 
     def __init__(self, place: Path, vocabulary_size: int) -> None:
@@ -157,7 +157,7 @@ class _TableFiles:
                 self._files[f"starts{number + 2}"].write(end.data)
 
     def add(self, levels: Sequence[Level]) -> None:
-        """Append entries in the form that `joined` yields."""
+        """Append entries that `joined` yielded."""
         pairs = levels[0].parents
         if len(pairs):
             first = int(pairs[0])
@@ -174,7 +174,7 @@ class _TableFiles:
             self._num_entries[number] += len(level)
 
     def records(self, counts: NDArray[np.int64]) -> dict[str, FileRecord]:
-        """Write the remaining bytes, wait until all is on disk, and return the files' records."""
+        """Finish the files, wait until they are on disk, and return their records."""
         starts = np.concatenate([[0], np.cumsum(self._num_successors)]).astype(POSITION_DTYPE)
         records = {
             "counts1": write_array(self._place / "counts1", encode_counts(counts)),

@@ -1,4 +1,4 @@
-"""Preview of what a build or an addition would index, without writing anything."""
+"""Previews what a build or an addition would index, without writing anything."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -21,12 +21,12 @@ from indexer.stages.gathering import DUPLICATE, first_of
 from indexer.stages.tokenise import UsableText, usable_texts
 
 _MAX_FILES: Final = 10
-"""Most files to show; they fit on a screen."""
+"""Most files to show. They fit on one screen."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreviewedFile:
-    """A file that would be read: its form, and its number of documents, including equal ones."""
+    """A file that would be read, its form, and its number of documents including duplicates."""
 
     name: str
     form: str
@@ -35,13 +35,13 @@ class PreviewedFile:
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """What would be indexed.
+    """What a build would index.
 
     Attributes:
         files: files that would be read, in order.
         samples: first documents of the first pieces.
         num_bytes: size of the text to index, in UTF-8.
-        tally: counts of what is skipped and why, including equal documents, and of conversations.
+        tally: counts of conversations, and of what would be skipped and why, duplicates included.
     """
 
     files: tuple[PreviewedFile, ...]
@@ -91,12 +91,12 @@ def preview_of(
     options: BuildOptions,
     known: Sequence[NDArray[np.uint8]] = (),
 ) -> Preview:
-    """Read sources as a build does, up to the point at which texts would be tokenised.
+    """Read sources as a build does, but stop before texts are tokenised.
 
     Args:
         sources: as for `build_index`.
         options: as for `build_index`.
-        known: uint8[n, DIGEST_BYTES] each, digests of documents that the index already has.
+        known: uint8[n, DIGEST_BYTES] each, digests of documents that are already in the index.
 
     Raises:
         SourceError: a source does not exist, or has only tables without a usable column.
@@ -123,7 +123,7 @@ def preview_of(
 
 
 class _Found:
-    """The documents found: only a digest and a size of each are kept."""
+    """The documents found. Only a digest and a size of each document are stored."""
 
     def __init__(self) -> None:
         self._digests = bytearray()
@@ -137,12 +137,12 @@ class _Found:
     def count(
         self, tally: BuildTally, known: Sequence[NDArray[np.uint8]], *, deduplicate: bool
     ) -> int:
-        """Count the documents to index and the equal ones; return the bytes of the former.
+        """Count the documents to index and the duplicates; return the bytes to index.
 
         Args:
             tally: tally to update.
-            known: uint8[n, DIGEST_BYTES] each, digests of documents that the index already has.
-            deduplicate: whether equal documents are left out.
+            known: uint8[n, DIGEST_BYTES] each, digests of documents that are already in the index.
+            deduplicate: whether duplicates are left out.
         """
         sizes = np.frombuffer(self._sizes, np.int64)
         if deduplicate:

@@ -1,4 +1,4 @@
-"""The interface between a build and the plugin `screening`, which screens documents."""
+"""The interface between a build and the `screening` plugin, which screens documents."""
 
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -16,32 +16,32 @@ class Screener(Protocol):
     """Screens documents one by one."""
 
     def screen(self, name: str, text: str, licence: str) -> tuple[str, str, str] | None:
-        """Return name, text and licence as they may be indexed; None if the document may not be."""
+        """Return the screened name, text and licence, or None if the document is excluded."""
         ...
 
     def take_tally(self) -> ScreenTally:
-        """Return the counts since the last call, and start new ones."""
+        """Return the counts since the last call, and reset them."""
         ...
 
 
 class Screening(Protocol):
-    """Options of a screening; can be pickled and hashed."""
+    """Options for screening; can be pickled and hashed."""
 
     @property
     def record(self) -> ScreeningRecord:
-        """The record of this screening in an index, without any phrase."""
+        """The record of this screening in an index. It contains no phrase."""
         ...
 
     @property
     def key(self) -> str:
-        """A checksum of everything that a result depends on."""
+        """A checksum of everything that a screening result depends on."""
         ...
 
     def at_least(self, before: ScreeningRecord, index: Path) -> "Screening":
-        """Return the options extended by the earlier screening of an index.
+        """Return the options, extended by the screening that an index already has.
 
         Raises:
-            IndexerError: the index was screened with a list of phrases, which is not given now.
+            IndexerError: the index was screened with a list of phrases, but no list is given now.
         """
         ...
 
@@ -51,7 +51,7 @@ class Screening(Protocol):
 
 
 def screened_as(before: ScreeningRecord, asked: Screening | None, index: Path) -> Screening | None:
-    """Return the screening of new documents of an index, at least that of the existing ones.
+    """Return the screening for new documents, at least as strict as for the existing ones.
 
     Args:
         before: screening of the existing documents.
@@ -59,8 +59,8 @@ def screened_as(before: ScreeningRecord, asked: Screening | None, index: Path) -
         index: folder of the index, for messages.
 
     Raises:
-        MissingPluginError: documents were screened before, and the plugin is not installed.
-        IndexerError: the index was screened with a list of phrases, which is not given now.
+        MissingPluginError: the existing documents were screened, but the plugin is not installed.
+        IndexerError: the index was screened with a list of phrases, but no list is given now.
     """
     if before == NOT_SCREENED:
         return asked

@@ -1,4 +1,4 @@
-"""Writing segments: documents of parts or older segments are joined, sorted and stored."""
+"""Writes segments: joins the documents of parts or older segments, sorts and stores them."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -32,20 +32,20 @@ from indexer.format.records import FileRecord, SegmentRecord
 from indexer.stages.parts import Part, text_stream
 
 _STRIDE: Final = 1 << 20
-"""Elements to convert at a time, so that temporary arrays take a few MB."""
+"""Number of elements to convert at a time, so that temporary arrays take a few MB."""
 
 _FIXED_BYTES: Final = 64 << 20
-"""Memory for temporary arrays of a stride, and for the library."""
+"""Memory for the temporary arrays of a stride, and for the library."""
 
 
 def sort_suffixes(tokens: Tokens) -> NDArray[np.uint32]:
-    """Return the positions without a separator, in the order of the tokens from there on.
+    """Return the positions of all tokens that are not separators, in order of their suffixes.
 
-    The order is lexicographic, over unsigned integers, for the tokens from the position to the end
-    of the array; a suffix that is a prefix of another comes first. Big-endian bytes of integers
-    compare like the integers, so libdivsufsort sorts the bytes, and positions inside a token are
-    dropped. It needs five bytes of memory per sorted byte (nine from 2**31 bytes). The argument may
-    be mapped, since it is read sequentially.
+    A suffix consists of the tokens from a position to the end of the array. Suffixes are ordered
+    lexicographically over unsigned integers, and a prefix of a suffix comes before it. Big-endian
+    bytes compare like the integers. So libdivsufsort sorts the bytes, and positions inside a token
+    are dropped. It needs five bytes of memory per sorted byte (nine from 2**31 bytes). The argument
+    is read sequentially, so it may be a mapped file.
 
     Args:
         tokens: uint16[n] or uint32[n], n < 2**32, little-endian; the largest value of the dtype is
@@ -68,7 +68,7 @@ def sorting_bytes(num_tokens: int, vocabulary_size: int) -> int:
     """Return the most memory that `sort_suffixes` takes, including its result.
 
     Args:
-        num_tokens: number of tokens of the argument, including separators.
+        num_tokens: number of tokens in its argument, including separators.
         vocabulary_size: largest token id plus one.
     """
     width = (vocabulary_size.bit_length() + 7) // 8
@@ -77,10 +77,10 @@ def sorting_bytes(num_tokens: int, vocabulary_size: int) -> int:
 
 
 def first_token_starts(tokens: Tokens, vocabulary_size: int) -> NDArray[np.uint32]:
-    """Return the start in the suffix array of the suffixes that begin with each token.
+    """Return, for each token, where its suffixes start in the suffix array.
 
     Args:
-        tokens: uint16[n] or uint32[n], as `sort_suffixes` takes it.
+        tokens: uint16[n] or uint32[n], as for `sort_suffixes`.
         vocabulary_size: largest token id plus one.
 
     Returns:
@@ -97,18 +97,18 @@ def first_token_starts(tokens: Tokens, vocabulary_size: int) -> NDArray[np.uint3
 def suffix_keys(
     tokens: Tokens, suffixes: NDArray[np.uint32], vocabulary_size: int
 ) -> NDArray[np.uint64]:
-    """Return the tokens that follow the first one of every `KEY_STRIDE`-th suffix, packed.
+    """Return packed keys: for every `KEY_STRIDE`-th suffix, the tokens after its first token.
 
-    A bisection of these keys reads contiguous memory, and leaves few suffixes to compare.
+    Bisecting these keys reads contiguous memory, and leaves few suffixes to compare.
 
     Args:
-        tokens: uint16[n] or uint32[n], as `sort_suffixes` takes it.
+        tokens: uint16[n] or uint32[n], as for `sort_suffixes`.
         suffixes: uint32[m], as `sort_suffixes` returns them.
         vocabulary_size: largest token id plus one.
 
     Returns:
-        uint64[m / KEY_STRIDE, rounded up]: from the highest used bits down, as many tokens as fit;
-        `vocabulary_size` is a separator or anything beyond the end.
+        uint64[m / KEY_STRIDE, rounded up]. Each key has as many tokens as fit, from the highest
+        used bits down. `vocabulary_size` stands for a separator or a position past the end.
     """
     bits = np.uint64(key_bits(vocabulary_size))
     sampled = suffixes[::KEY_STRIDE]
@@ -125,7 +125,7 @@ def suffix_keys(
 
 
 def _sort_keys(tokens: Tokens, separator: int) -> tuple[NDArray[np.uint8], int]:
-    """Return big-endian keys of the fewest bytes that fit all ids, and their width.
+    """Return big-endian sort keys, as narrow as the ids allow, and their width in bytes.
 
     Fewer bytes sort faster. The separator becomes the largest key, and the largest id must stay
     below it.
@@ -141,10 +141,11 @@ def _sort_keys(tokens: Tokens, separator: int) -> tuple[NDArray[np.uint8], int]:
 
 
 def _aligned(order: NDArray[Any], width: int, num_suffixes: int) -> NDArray[np.uint32]:
-    """Return the token positions for byte positions at which a token begins, without separators.
+    """Return the token positions for sorted byte positions, without separators.
 
-    Separators are the largest keys, so the suffixes that start with one come last. The positions
-    overwrite the part of `order` that has been read, whose elements are at least as large.
+    Byte positions inside a token are dropped. Separators are the largest keys, so their suffixes
+    come last. The result overwrites the part of `order` that has been read, whose elements are at
+    least as large.
     """
     positions = order.view(POSITION_DTYPE)[:num_suffixes]
     filled = 0
@@ -158,14 +159,14 @@ def _aligned(order: NDArray[Any], width: int, num_suffixes: int) -> NDArray[np.u
 
 
 MAX_SEGMENT_TOKENS: Final = 64_000_000
-"""Default size of a segment; sorting one takes 0.7 to 1 GB of memory, depending on the
+"""Default size of a segment. Sorting it takes 0.7 to 1 GB of memory, depending on the
 vocabulary."""
 
 _BYTES_PER_VOCABULARY_ENTRY: Final = 16
-"""Memory per entry of `starts` while a segment is written: two counts of eight bytes."""
+"""Memory per entry of `starts` while a segment is written, for two counts of eight bytes."""
 
 _BYTES_PER_DOCUMENT: Final = 512
-"""Memory per document while a segment is written: its row in the tables, and its name twice."""
+"""Memory per document while a segment is written: its table row, and its name twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +174,8 @@ class Piece:
     """Documents of a part that go into one segment.
 
     Attributes:
-        part: part of the documents.
-        runs: begins and ends of ranges of their numbers, rising and not empty.
+        part: part that contains the documents.
+        runs: starts and ends of ranges of document numbers, ascending and not empty.
     """
 
     part: Part
@@ -182,7 +183,7 @@ class Piece:
 
     @property
     def length(self) -> int:
-        """Tokens and separators in it."""
+        """Number of tokens and separators in the piece."""
         starts = self.part.documents().starts
         bounds = np.append(starts, self.part.length).astype(np.int64)
         return sum(int(bounds[end] - bounds[begin]) for begin, end in self.runs)
@@ -193,9 +194,9 @@ class SegmentTask:
     """The arguments of `write_segment`.
 
     Attributes:
-        folder: folder of the segment, to create; nothing in it is published.
+        folder: folder of the segment, to be created; nothing in it is published.
         name: name of the segment.
-        pieces: documents in order; at least one.
+        pieces: documents in order, in at least one piece.
         vocabulary_size: largest token id plus one.
         key: see `kept_results.Task`.
     """
@@ -208,7 +209,7 @@ class SegmentTask:
 
     @property
     def memory_bytes(self) -> int:
-        """The most memory that `write_segment` takes."""
+        """Most memory that `write_segment` takes."""
         num_documents = sum(end - begin for piece in self.pieces for begin, end in piece.runs)
         num_tokens = sum(piece.length for piece in self.pieces)
         return (
@@ -219,14 +220,14 @@ class SegmentTask:
 
 
 def write_segment(task: SegmentTask) -> SegmentRecord:
-    """Join, sort and write a segment; overwrites a folder of its name.
+    """Join documents, sort them and write a segment. An existing folder of its name is overwritten.
 
-    It depends only on its argument and the files of the parts, so it may run in any process that
-    sees them, and may run again.
+    The result depends only on the argument and the files of the parts. So it may run in any process
+    that sees these files, and may run again.
 
     Raises:
         DamagedIndexError: a part is damaged.
-        IndexerError: the disk is full or refuses.
+        IndexerError: the disk is full, or the system denies the write.
     """
     folder, dtype = task.folder, token_dtype(task.vocabulary_size)
     columns, documents = _joined(task.pieces, dtype)
@@ -242,7 +243,7 @@ def write_segment(task: SegmentTask) -> SegmentRecord:
     if len(suffixes) >= MIN_KEYED_SUFFIXES:
         keys = suffix_keys(tokens, suffixes, task.vocabulary_size)
         files[KEYS_FILE] = write_array(folder / KEYS_FILE, keys)
-    del suffixes  # gigabytes
+    del suffixes  # frees gigabytes
     sync_folder(folder)
     num_documents = len(documents)
     num_tokens = len(tokens) - num_documents
@@ -250,7 +251,7 @@ def write_segment(task: SegmentTask) -> SegmentRecord:
 
 
 def gather(pieces: Iterable[Piece], most: int) -> Iterator[list[Piece]]:
-    """Yield the pieces of one segment after another, divided between documents.
+    """Yield the pieces of each segment. Segments are divided only between documents.
 
     Args:
         pieces: pieces in order.
@@ -295,7 +296,7 @@ def _pieces(gathered: Iterable[tuple[Part, list[tuple[int, int]]]]) -> list[Piec
 
 
 def _joined(pieces: Iterable[Piece], dtype: np.dtype[Any]) -> tuple[list[Tokens], DocumentTable]:
-    """Return the tokens of all pieces, concatenated and mapped, and their documents."""
+    """Return the mapped tokens of all pieces in order, and the table of their documents."""
     tables, columns, offsets, length = [], [], [], 0
     for piece in pieces:
         documents, tokens = piece.part.documents(), piece.part.tokens(dtype)

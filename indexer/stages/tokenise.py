@@ -1,4 +1,4 @@
-"""Tokenising texts, in batches that the tokenizer spreads over its threads."""
+"""Tokenises texts in batches, which the tokenizer spreads over its threads."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
 EMPTY: Final = "empty"
 
 _BATCH_BYTES: Final = 1 << 20
-"""Bytes of texts per batch: enough to keep many cores busy."""
+"""Bytes of text per batch, enough to keep many cores busy."""
 
 _PIECE_CHARACTERS: Final = 1 << 18
-"""Characters of a piece of a long text: at most a batch, at four bytes each."""
+"""Characters of a piece of a long text. At four bytes each, a piece is at most one batch."""
 
 _BYTES_PER_BYTE: Final = 200
-"""Memory per byte of text that is tokenised; up to 191 were measured, for texts of one token per
-byte."""
+"""Bytes of memory per byte of text that is tokenised. Up to 191 were measured, for texts with one
+token per byte."""
 
 _COPIES: Final = 12
-"""Memory per byte of the longest document: its text as read, decoded and cut, and its tokens."""
+"""Bytes of memory per byte of the longest document: its raw, decoded and cut text, its tokens."""
 
 _FIXED_BYTES: Final = 96 << 20
-"""Memory of the tokenizer itself; 45 MB were measured for a vocabulary of 49,152."""
+"""Memory of the tokenizer itself; 45 MB were measured for a vocabulary of 49,152 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +64,13 @@ def usable_texts(
     tally: BuildTally,
     screening: Screening | None = None,
 ) -> Iterator[UsableText]:
-    """Yield the documents that have text and are not too long, screened; count the others.
+    """Yield the screened documents that have text and are not too long; count the others.
 
     Args:
         documents: documents as read.
-        max_document_bytes: longer documents are left out.
+        max_document_bytes: size limit; longer documents are left out.
         tally: tally to update.
-        screening: what to keep out of the index.
+        screening: what to exclude from the index.
     """
     screen = None if screening is None else screening.screener()
     for document in documents:
@@ -140,7 +140,7 @@ def tokenise(
 
 
 def _tokens(batch: Sequence[UsableText], encoder: Any, dtype: np.dtype[Any]) -> Iterator[Tokens]:
-    """Yield the tokens of each text; a long one, alone in its batch, is tokenised in pieces."""
+    """Yield the tokens of each text. A long text, alone in its batch, is tokenised in pieces."""
     if batch[0].num_bytes > _BATCH_BYTES:
         pieces = [_encoded([piece], encoder, dtype)[0] for piece in _pieces(batch[0].text)]
         yield np.concatenate(pieces).astype(dtype, copy=False)
@@ -154,10 +154,10 @@ def _encoded(texts: list[str], encoder: Any, dtype: np.dtype[Any]) -> list[Token
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cut a long text after line breaks, else after spaces, else anywhere.
+    """Cut a long text after line breaks if possible, otherwise after spaces, otherwise anywhere.
 
-    A tokenizer takes some two hundred times the memory of a text. A cut may change the tokens next
-    to it, which costs drafts there a token or two.
+    A tokenizer takes about two hundred times the memory of a text. A cut may change the tokens next
+    to it, which costs the drafts there a token or two.
     """
     begin = 0
     while begin < len(text):
@@ -169,7 +169,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def stored_form(tokenizer: "CoreTokenizer | PreTrainedTokenizerBase") -> bytes:
-    """Return a tokenizer's core as an index stores it: compressed JSON.
+    """Return a tokenizer's core as an index stores it, which is compressed JSON.
 
     Raises:
         TokenizerError: the tokenizer is of a kind that cannot tokenise in parallel.
@@ -184,14 +184,14 @@ def stored_form(tokenizer: "CoreTokenizer | PreTrainedTokenizerBase") -> bytes:
 
 
 def stored_encoder(path: Path) -> Any:
-    """Return the stored tokenizer's core, which neither truncates nor pads.
+    """Return the core of the stored tokenizer, which neither truncates nor pads.
 
     Raises:
-        TokenizerError: the file is not from `stored_form`.
+        TokenizerError: the file was not written from `stored_form`.
     """
     try:
         return _encoder_of(path.read_bytes())
-    # The library raises bare exceptions.
+    # The library raises errors without a type of its own.
     except Exception as error:
         raise TokenizerError(
             f"the stored tokenizer {path} cannot be read: {reason_of(error)}"

@@ -1,8 +1,8 @@
-"""Finding and loading models' tokenizers, and the properties that an index depends on.
+"""Finds and loads models' tokenizers, and computes the properties that an index depends on.
 
 transformers takes seconds to import, so it is imported only where it is used. An index can be
-opened and searched without it, and built without it if the tokenizers library alone gives the same
-result.
+opened and searched without it. An index can also be built without it, if the tokenizers library
+alone gives the same result.
 """
 
 from indexer.tokenizer.chats import encode_chat, encode_prompt

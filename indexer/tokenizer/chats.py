@@ -1,4 +1,4 @@
-"""Prompts and conversations as a model sees them."""
+"""Encodes prompts and conversations as a model sees them."""
 
 from typing import TYPE_CHECKING
 
@@ -16,11 +16,11 @@ def encode_prompt(
     is_chat: bool = True,
     system: str | None = None,
 ) -> list[int]:
-    """Return a prompt's token ids as its model would see them.
+    """Return a prompt's token ids, as the model would see them.
 
     Args:
         tokenizer: tokenizer of the model.
-        text: what a user says, or a text to continue.
+        text: a user's message, or a text to continue.
         is_chat: whether to put the text into the tokenizer's chat template, if it has one.
         system: system message for the template; `None` leaves it to the template.
 
@@ -49,7 +49,7 @@ def encode_chat(
         messages: objects with `role` and `content`, in order.
 
     Raises:
-        TokenizerError: the template does not accept them.
+        TokenizerError: the template does not accept the messages.
     """
     return list(tokenizer.encode(_rendered(tokenizer, messages), add_special_tokens=False))
 
@@ -63,7 +63,7 @@ def _rendered(
         )
     except TokenizerError:
         raise
-    # Templates come with models, and each raises its own errors.
+    # Templates come with models, and each template raises its own errors.
     except Exception as error:
         roles = " and ".join(dict.fromkeys(message["role"] for message in messages))
         raise TokenizerError(

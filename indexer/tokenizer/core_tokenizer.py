@@ -1,4 +1,4 @@
-"""A tokenizer without transformers."""
+"""A model's tokenizer that works without transformers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CoreTokenizer:
-    """A model's tokenizer without transformers, which is only imported for a chat template.
+    """A model's tokenizer. It imports transformers only to apply a chat template.
 
     Attributes:
         backend_tokenizer: tokenizer of the tokenizers library; it neither truncates nor pads.
-        all_special_ids: ids of special tokens, as transformers names them.
-        name_or_path: name that it was loaded by.
+        all_special_ids: ids of special tokens, as in transformers.
+        name_or_path: name that the tokenizer was loaded by.
         chat_template: Jinja chat template; `None` if there is none.
-        special_tokens_map: names and texts of the tokens that the template may use.
+        special_tokens_map: names and texts of the special tokens that the template may use.
     """
 
     backend_tokenizer: "Tokenizer"
@@ -38,7 +38,7 @@ class CoreTokenizer:
         return list(encoding.ids)
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of ids, including special tokens and with spaces unchanged."""
+        """Return the text of some ids, including special tokens, with spaces unchanged."""
         return str(self.backend_tokenizer.decode(ids, skip_special_tokens=False))
 
     def get_chat_template(self) -> str | None:
@@ -52,7 +52,7 @@ class CoreTokenizer:
         tokenize: bool = False,
         add_generation_prompt: bool = False,
     ) -> str:
-        """Return a conversation as the chat template writes it, rendered by transformers.
+        """Return a conversation as formatted by the chat template, using transformers.
 
         Raises:
             ValueError: there is no template, or ids are requested.

@@ -1,7 +1,8 @@
-"""Tokenizers made from a model's files with only the tokenizers library.
+"""Makes tokenizers from a model's files with only the tokenizers library.
 
-Only if transformers is known to do the same: it reads some files unchanged, and rebuilds others
-from their vocabularies by its own rules. The tests compare both, byte by byte.
+This is done only if transformers is known to give the same result. transformers uses some files
+unchanged, and rebuilds other tokenizers from their vocabularies by its own rules. The tests compare
+both results byte by byte.
 """
 
 import json
@@ -26,10 +27,10 @@ NAMED_TOKENS: Final = (
     "cls_token",
     "mask_token",
 )
-"""Names of special tokens in transformers: a template may use them, and they count as special."""
+"""Names of special tokens in transformers. A template may use them, and they count as special."""
 
 READ_AS_IT_IS: Final = frozenset({"TokenizersBackend", "PreTrainedTokenizerFast"})
-"""Classes of transformers that take a `tokenizer.json` unchanged."""
+"""Classes of transformers that use a `tokenizer.json` unchanged."""
 
 FREE_TYPES: Final = frozenset({"llama", "smollm3", "olmo2", "granite", "gpt_oss", "deepseek_v3"})
 """Model types for which transformers uses the class that the tokenizer's settings name."""
@@ -52,14 +53,14 @@ _PLAIN_SETTINGS: Final = frozenset(
         "truncation_side",
     }
 )
-"""Settings of a tokenizer that do not change ids; `add_bos_token` and the like do."""
+"""Settings of a tokenizer that do not change ids. Settings such as `add_bos_token` do."""
 
 _LLAMA_3_SPLIT: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 GGUF_SPLITS: Final = {"smollm": None, "gpt-2": None, "llama-bpe": _LLAMA_3_SPLIT}
-"""Split patterns of texts before merges, by their names in GGUF files; `None` for that of GPT-2."""
+"""Patterns that split texts before merges, by name in GGUF files; `None` means GPT-2's pattern."""
 
 _GGUF_NAMES: Final = {
     "bos_token": "bos",
@@ -70,18 +71,18 @@ _GGUF_NAMES: Final = {
 _CONTROL, _USER_DEFINED = 3, 4
 """Types of tokens in GGUF files."""
 _UNTOLD: Final = "<|endoftext|>"
-"""Token that transformers adds to a byte-level vocabulary of a GGUF file that lacks it."""
+"""Token that transformers adds to the byte-level vocabulary of a GGUF file without it."""
 
 
 def direct_core(files: ModelFiles, name: str) -> CoreTokenizer | None:
-    """Return a tokenizer from local files; `None` if transformers might do something else.
+    """Return a tokenizer from local files, or `None` if transformers might load a different one.
 
     Args:
         files: files of the model.
-        name: name that it is loaded by.
+        name: name that the tokenizer is loaded by.
     """
     folder = Path(files.location)
-    # Anything unexpected, even invalid JSON, is left to transformers to read or refuse.
+    # Anything unexpected, even invalid JSON, is left to transformers to read or reject.
     with suppress(Exception):
         if files.gguf_file is None:
             return _of_folder(folder, name)
@@ -90,7 +91,7 @@ def direct_core(files: ModelFiles, name: str) -> CoreTokenizer | None:
 
 
 def _of_folder(folder: Path, name: str) -> CoreTokenizer | None:
-    """Return the tokenizer of a `tokenizer.json` that transformers takes unchanged."""
+    """Return the tokenizer of a `tokenizer.json` that transformers uses unchanged."""
     from tokenizers import Tokenizer  # noqa: PLC0415  (readers of an index do not need it)
 
     settings = _json_of(folder / "tokenizer_config.json")
@@ -106,7 +107,7 @@ def _of_folder(folder: Path, name: str) -> CoreTokenizer | None:
     if core.post_processor is None or core.encode_special_tokens:
         return None
     if not all(text in added and added[text]["special"] for text in special):
-        return None  # transformers would add them
+        return None  # transformers would add these tokens
     if any(added.get(each["content"]) != {"id": int(id_), **each} for id_, each in stated.items()):
         return None
     core.no_padding()
@@ -116,7 +117,7 @@ def _of_folder(folder: Path, name: str) -> CoreTokenizer | None:
 
 
 def _is_plain(folder: Path, settings: Mapping[str, Any]) -> bool:
-    """Return whether transformers takes a folder's `tokenizer.json` unchanged, by its class."""
+    """Return whether transformers uses a folder's `tokenizer.json` unchanged, given its class."""
     others = ("tekken.json", "added_tokens.json", "additional_chat_templates")
     if any((folder / each).exists() for each in others):
         return False
@@ -159,7 +160,7 @@ def _json_of(path: Path) -> dict[str, Any]:
 def _of_gguf(folder: Path, file: str, name: str) -> CoreTokenizer | None:
     """Return the byte-level tokenizer of a Llama's GGUF file."""
     if any(path.suffix in {".json", ".jinja", ".model"} for path in folder.iterdir()):
-        return None  # transformers would read those as well
+        return None  # transformers would read these files as well
     metadata = read_metadata(folder / file)
     prefix = "tokenizer.ggml."
     stated = {
@@ -173,7 +174,7 @@ def _of_gguf(folder: Path, file: str, name: str) -> CoreTokenizer | None:
     core = _byte_level(stated)
     known = {token.content: id_ for id_, token in core.get_added_tokens_decoder().items()}
     if not all(text in known for text in named.values()):
-        return None  # transformers would add them
+        return None  # transformers would add these tokens
     _add_frame(core, stated, {key: (text, known[text]) for key, text in named.items()})
     special = tuple(sorted({known[text] for text in named.values()}))
     return CoreTokenizer(core, special, name, metadata.get("tokenizer.chat_template"), named)
@@ -239,14 +240,14 @@ def _add_frame(
 
 
 def _spelling() -> str:
-    """Return the characters by which byte-level vocabularies write the 256 bytes, in order."""
+    """Return the characters with which byte-level vocabularies write the 256 bytes, in order."""
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return "".join(chr(byte) if byte in shown else chr(next(others)) for byte in range(256))
 
 
 def _spelt(token: str, alphabet: set[str], spelling: str) -> str:
-    """Return a token written in those characters."""
+    """Return a token written in the characters of byte-level vocabularies."""
     if set(token) <= alphabet:
         return token
     return "".join(spelling[byte] for byte in token.encode())

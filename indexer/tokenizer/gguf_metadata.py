@@ -1,4 +1,4 @@
-"""Metadata of the model in a GGUF file, read without its tensors."""
+"""Reads the metadata of the model in a GGUF file, without its tensors."""
 
 import mmap
 import struct
@@ -9,22 +9,22 @@ from typing import Any, Final
 _MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
 _SCALARS: Final = dict(enumerate("BbHhIif?", start=0)) | {10: "Q", 11: "q", 12: "d"}
-"""`struct` letters by the format's type number."""
+"""Maps the format's type numbers to `struct` letters."""
 _STRING, _ARRAY = 8, 9
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """Return a file's metadata: numbers, strings, and lists of them.
+    """Return a file's metadata: numbers, strings, and lists of numbers or strings.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not a GGUF file of a known version, or ends too early.
+        ValueError: the file is not a GGUF file of a known version, or ends too early.
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         reading = _Reading(content)
         if content[:4] != _MAGIC or reading.scalar("I", 4) not in _VERSIONS:
             raise ValueError(f"{path} is not a GGUF file of version 2 or 3")
-        reading.scalar("Q")  # tensors
+        reading.scalar("Q")  # number of tensors
         try:
             return dict(reading.pair() for _ in range(reading.scalar("Q")))
         except struct.error as error:
@@ -32,7 +32,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
 
 class _Reading:
-    """A position in a file, which advances with everything that is read."""
+    """A position in a file. It advances with every value that is read."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self._content = content

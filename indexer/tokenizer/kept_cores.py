@@ -1,4 +1,4 @@
-"""Tokenizers without transformers: made from files, or cached after transformers read them."""
+"""Loads tokenizers without transformers: from model files, or from a cache."""
 
 import hashlib
 import json
@@ -32,8 +32,8 @@ _log = getLogger(__name__)
 def load_core(name: str) -> "CoreTokenizer | PreTrainedTokenizerBase":
     """Load the tokenizer of a model that `locate_model` can find, without transformers if possible.
 
-    It is possible for local files whose result in transformers is known, and for those that
-    transformers has read once on this machine: the result is cached in the user's cache directory
+    Some local files need no transformers, because its result for them is known. For other files,
+    transformers is needed once per machine. The result is cached in the user's cache directory
     until a file or a version changes.
 
     Raises:
@@ -50,7 +50,7 @@ def load_core(name: str) -> "CoreTokenizer | PreTrainedTokenizerBase":
     if core is not None:
         return core
     if kept is not None:
-        _log.info("preparing the tokenizer %s, once on this machine: some seconds", name)
+        _log.info("preparing the tokenizer %s, once on this machine: a few seconds", name)
     tokenizer = load_tokenizer(name)
     if kept is not None:
         _keep_core(kept, tokenizer)
@@ -61,7 +61,7 @@ def load_indexed(name: str) -> "CoreTokenizer | PreTrainedTokenizerBase":
     """Load the tokenizer that an index names, as `load_core` does.
 
     Raises:
-        TokenizerError: it is not available; the message says what to do.
+        TokenizerError: the tokenizer is not available; the message says what to do.
     """
     try:
         return load_core(name)
@@ -73,12 +73,12 @@ def not_here(name: str, error: Exception) -> str:
     """Return the message for an index whose tokenizer or model is not available."""
     return (
         f"the index was built with the tokenizer {name!r}, which is not available here "
-        f"({reason_of(error)}): give the same one by --tokenizer, or a model with it by --model"
+        f"({reason_of(error)}): name the same tokenizer with --tokenizer, or its model with --model"
     )
 
 
 def core_of(tokenizer: "PreTrainedTokenizerBase") -> CoreTokenizer | None:
-    """Return an equivalent of a transformers tokenizer, as far as that can be determined."""
+    """Return a tokenizer equivalent to one from transformers; None if equivalence is uncertain."""
     from tokenizers import Tokenizer  # noqa: PLC0415  (readers of an index do not need it)
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -97,16 +97,16 @@ def core_of(tokenizer: "PreTrainedTokenizerBase") -> CoreTokenizer | None:
 
 
 def _template_of(tokenizer: "PreTrainedTokenizerBase") -> tuple[str | None, dict[str, str]]:
-    """Return a tokenizer's chat template, and the tokens that it may use."""
+    """Return a tokenizer's chat template, and the special tokens that it may use."""
     template = tokenizer.get_chat_template() if tokenizer.chat_template else None
     special = tokenizer.special_tokens_map.items()
     return template, {name: text for name, text in special if isinstance(text, str)}
 
 
 def core_file(files: ModelFiles) -> Path | None:
-    """Return the cache path of a model's tokenizer core; `None` if it is not cached.
+    """Return the cache path of a model's tokenizer core, or `None` if it is not cached.
 
-    The name depends on the files that transformers reads, and on its version.
+    The name depends on the files that transformers reads, and on the version of transformers.
     """
     import platformdirs  # noqa: PLC0415  (readers of an index do not need it)
 
@@ -115,7 +115,7 @@ def core_file(files: ModelFiles) -> Path | None:
         return None
     folder = Path(files.location)
     paths = [path for path in sorted(folder.iterdir()) if path.is_file()]
-    if files.gguf_file is not None:  # there may be any files next to it
+    if files.gguf_file is not None:  # other files may be next to it
         paths = [each for each in paths if each.name == files.gguf_file or _is_read(each)]
     states = ((path.name, path.stat()) for path in paths)
     content = [
@@ -136,10 +136,10 @@ def _is_read(path: Path) -> bool:
 
 
 def _read_core(path: Path, name: str) -> CoreTokenizer | None:
-    """Read a cached core; an unreadable one counts as not cached."""
+    """Read a cached core. An unreadable core counts as not cached."""
     from tokenizers import Tokenizer  # noqa: PLC0415  (readers of an index do not need it)
 
-    # The library raises bare exceptions for unreadable files.
+    # For unreadable files, the library raises errors without a type of its own.
     with suppress(Exception):
         content = json.loads(path.read_bytes())
         core = CoreTokenizer(
@@ -155,9 +155,9 @@ def _read_core(path: Path, name: str) -> CoreTokenizer | None:
 
 
 def _keep_core(path: Path, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Cache a tokenizer's core, if it has an equivalent one; the file appears atomically."""
+    """Cache the core of a tokenizer, if it has an equivalent core. The file appears atomically."""
     core = None
-    with suppress(ValueError):  # several chat templates without a default
+    with suppress(ValueError):  # the tokenizer has several chat templates and no default
         core = core_of(tokenizer)
     if core is None:
         return
@@ -183,5 +183,5 @@ def _keep_core(path: Path, tokenizer: "PreTrainedTokenizerBase") -> None:
 def loaded_tokenizer(
     tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase",
 ) -> "CoreTokenizer | PreTrainedTokenizerBase":
-    """Return a tokenizer by name, as `load_core` does, or an already loaded one."""
+    """Return a tokenizer by name, as `load_core` does, or one that is already loaded."""
     return load_core(tokenizer) if isinstance(tokenizer, str) else tokenizer

@@ -1,4 +1,4 @@
-"""Loading tokenizers by name, with transformers."""
+"""Loads tokenizers by name, with transformers."""
 
 from collections.abc import Mapping
 from logging import getLogger
@@ -34,7 +34,7 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
         raise TokenizerError(
             f"cannot load the tokenizer {name!r}: {_reason(error, files, options)}"
         ) from error
-    tokenizer.name_or_path = name  # for the default model and GGUF files it would be their folder
+    tokenizer.name_or_path = name  # else the folder, for the default model and GGUF files
     return tokenizer
 
 

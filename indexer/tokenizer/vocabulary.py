@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_VOCABULARY: Final = 2**31 - 1
-"""Largest vocabulary: token ids are signed integers of four bytes, here as in every engine."""
+"""Largest vocabulary. Token ids are signed integers of four bytes, as in every engine."""
 
-# Covers case, accents, digits, runs of spaces, code, several scripts and emoji, in which
-# normalisers, pre-tokenizers and merges of otherwise similar tokenizers differ. Part of every
-# fingerprint: changing it makes every index unreadable.
+# The probe covers case, accents, digits, runs of spaces, code, several scripts and emoji. In these,
+# normalisers, pre-tokenizers and merges of otherwise similar tokenizers differ. The probe is part
+# of every fingerprint: changing it makes every index unreadable.
 PROBE: Final = (
     "The quick brown fox can't jump over 13 lazy dogs; Caf\u00e9 na\u00efve \u00c5ngstr\u00f6m "
     "\ufb01ne \uff21\uff22 3.14159 1234567890\n\n\tdef f(x: int) -> str:\n        "
@@ -33,7 +33,7 @@ class Vocabulary:
     Attributes:
         size: largest token id plus one; from 1 to `MAX_VOCABULARY`.
         fingerprint: 64 hexadecimal digits; equal for tokenizers that give equal ids.
-        name: name that the tokenizer was loaded by, as `load_tokenizer` takes it; empty if unknown.
+        name: name that the tokenizer was loaded by, as for `load_tokenizer`; empty if unknown.
             Vocabularies with different names and equal fingerprints are equal.
 
     Raises:
@@ -52,13 +52,13 @@ class Vocabulary:
             )
 
     def describe(self) -> str:
-        """Return name, size and the start of the fingerprint, for messages."""
+        """Return the name, the size and the start of the fingerprint, for messages."""
         named = f"{self.name}, " if self.name else ""
         return f"{named}vocabulary {self.size}, fingerprint {self.fingerprint[:12]}\u2026"
 
 
 class TextTokenizer(Protocol):
-    """What an index needs from a tokenizer: one from transformers, or a `CoreTokenizer`."""
+    """What an index needs from a tokenizer, either of transformers or a `CoreTokenizer`."""
 
     @property
     def all_special_ids(self) -> Any:
@@ -77,7 +77,7 @@ class TextTokenizer(Protocol):
 def recorded_name(tokenizer: object) -> str:
     """Return a tokenizer's name as an index records it; empty if it has none.
 
-    The name of local files is their absolute path, so that it is valid in other folders, too.
+    Local files are recorded by their absolute path, which is valid in any working folder.
     """
     name = str(getattr(tokenizer, "name_or_path", None) or "")
     path = Path(name).expanduser()
@@ -89,14 +89,14 @@ def vocabulary_of(
 ) -> Vocabulary:
     """Return the size of a tokenizer's vocabulary and its fingerprint.
 
-    The fingerprint is the SHA-256 of the compact JSON, in ASCII, of three things: the pairs of id
-    and token in order of id, the sorted ids of special tokens, and the ids of a fixed probe text.
-    The pairs define what ids mean. The probe captures normaliser, pre-tokenizer and merges by their
+    The fingerprint is the SHA-256 of compact ASCII JSON with three values: the pairs of id and
+    token in order of id, the sorted ids of special tokens, and the ids of a fixed probe text. The
+    pairs define what ids mean. The probe captures normaliser, pre-tokenizer and merges by their
     effect, not by how a library version writes them.
 
     Args:
         tokenizer: tokenizer to describe.
-        name: name that it was loaded by; `None` for the tokenizer's own name.
+        name: name that the tokenizer was loaded by; `None` for the tokenizer's own name.
 
     Raises:
         TokenizerError: the tokenizer has no tokens.

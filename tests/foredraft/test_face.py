@@ -174,7 +174,7 @@ def test_messages_and_help_name_no_package_as_a_command() -> None:
 def test_an_adapter_that_never_ran_in_its_engine_says_so() -> None:
     experimental = [name for name in ADAPTERS if name.startswith("experimental")]
     assert experimental == ["experimental_sglang"]
-    assert "experimental, never run" in str(import_module("foredraft.experimental_sglang").__doc__)
+    assert "Experimental; never run" in str(import_module("foredraft.experimental_sglang").__doc__)
     rows = (ROOT / "docs" / "how-to" / "engines.md").read_text().splitlines()
     hook, carried = [line for line in rows if re.match(r"\| \**SGLang", line)]
     assert "**experimental**" in hook

@@ -187,7 +187,7 @@ def read_behind(model: Any, tree: DraftTree, past: int, masks: Any) -> torch.Ten
 def test_what_sampling_cannot_follow_is_refused() -> None:
     tree, logits = DraftTree.checked([1], [ROOT], [0.5], [0]), torch.zeros(2, 4)
     for settings in (SamplingSettings(), SamplingSettings(0.7, presence_penalty=1.0)):
-        with pytest.raises(ValueError, match="takes only a temperature above 0"):
+        with pytest.raises(ValueError, match="supports only a temperature above 0"):
             verify.accept_sampled(tree, logits, settings, np.zeros(9))
     with pytest.raises(ValueError, match="1 points for a tree of depth 1"):
         verify.accept_sampled(tree, logits, SamplingSettings(0.7), np.zeros(1))

@@ -231,6 +231,6 @@ def test_ctrl_c_says_what_is_kept_and_how_to_go_on(tmp_path: Path) -> None:
     said = lines.read()
     lines.close()
     assert process.wait(60) == 130
-    assert "interrupted: there is no index at index; what was read and sorted is kept" in said
+    assert "interrupted: there is no index at index; what was read and sorted is saved" in said
     assert "the same command continues there" in said
     assert not (tmp_path / "index").exists()

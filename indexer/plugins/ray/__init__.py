@@ -1,1 +1,1 @@
-"""Builds on Ray: `--engine ray`."""
+"""Runs builds on Ray, for `--engine ray`."""

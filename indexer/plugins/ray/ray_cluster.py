@@ -1,4 +1,4 @@
-"""Running a build on Ray: the same functions as remote tasks, which Ray schedules."""
+"""Runs a build on Ray: the same functions run as remote tasks, which Ray schedules."""
 
 import logging
 import os
@@ -22,25 +22,25 @@ _INTERPRETER_BYTES: Final = 128 << 20
 """Estimated memory of a Ray worker that has imported what the tasks need."""
 
 _OBJECT_STORE_BYTES: Final = 80 << 20
-"""Size of Ray's object store: results are small, as large data is in files, but Ray requires 75
-MiB."""
+"""Size of Ray's object store. Results are small, because large data is in files, but Ray requires
+75 MiB."""
 
 _AHEAD: Final = 2
-"""Tasks submitted to Ray per task that can run, so that a worker always finds the next one."""
+"""Tasks to submit to Ray per task that can run, so that a worker always has a next task."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayCluster:
-    """Runs tasks on Ray, an `Engine`: on the running cluster, or on one started on this machine.
+    """Runs tasks on Ray, on a running cluster or on a new one on this machine; an `Engine`.
 
-    The cluster is that of the environment variable `RAY_ADDRESS`, or one that runs on this
-    machine. Sources, the index and temporary data are files: their folders must have the same
+    The cluster is the one that the environment variable `RAY_ADDRESS` names, or one that runs on
+    this machine. Sources, the index and temporary data are files. Their folders must have the same
     paths on all machines of a cluster, as on a network file system.
 
     Attributes:
         workers: most concurrent tasks.
-        memory_bytes: memory that the workers may take together; on a cluster started here it
-            includes this process. Ray's own processes, which take about a gigabyte, do not count.
+        memory_bytes: memory that the workers together may take. On a cluster that is started here,
+            it includes this process. Ray's own processes do not count; they take about a gigabyte.
     """
 
     workers: int
@@ -73,7 +73,7 @@ class RayCluster:
 
 
 def _connected(workers: int, memory_bytes: int) -> Any:
-    """Return the library, connected to a cluster; a cluster started here ends with this process."""
+    """Return Ray, connected to a cluster. A cluster started here ends with this process."""
     try:
         import ray  # noqa: PLC0415  (an extra, and slow to import)
     except ModuleNotFoundError as error:
@@ -91,13 +91,13 @@ def _connected(workers: int, memory_bytes: int) -> Any:
 
 
 def _check_nodes(ray: Any, each: int) -> None:
-    """Check that a task fits on some machine; otherwise Ray would wait forever."""
+    """Check that a task fits on some machine. Otherwise Ray would wait forever."""
     memory = [node["Resources"].get("memory", 0) for node in ray.nodes() if node["Alive"]]
     num_that_fit(int(max(memory, default=0)), 0, each)
 
 
 def _in_order(ray: Any, calls: Iterator[Callable[[], Any]], most: int) -> Iterator[Any]:
-    """Yield results in order, while Ray always has a few more tasks than it can run."""
+    """Yield results in order. Ray always has a few more tasks than it can run."""
     started: deque[Any] = deque()
     running: list[Any] = []
     try:
@@ -116,7 +116,7 @@ def _in_order(ray: Any, calls: Iterator[Callable[[], Any]], most: int) -> Iterat
 
 
 def _paths_in(task: Any) -> tuple[Path, ...]:
-    """Return the paths among the values of a task that exist."""
+    """Return those values of a task that are existing paths."""
     values = [getattr(task, field.name) for field in fields(task)] if is_dataclass(task) else []
     return tuple(value for value in values if isinstance(value, Path) and value.exists())
 
@@ -124,7 +124,7 @@ def _paths_in(task: Any) -> tuple[Path, ...]:
 def _call(
     here: Path, paths: Sequence[Path], function: Callable[[_Task], _Result], task: _Task
 ) -> _Result:
-    """Call a function in a worker, in the folder of the sender, so that paths are the same."""
+    """Call a function in a worker, in the sender's folder, so that relative paths are the same."""
     forbid_threads()
     for path in (here, *paths):
         if not (here / path).exists():

@@ -1,1 +1,1 @@
-"""Screening: keeps listed phrases and secrets out of an index."""
+"""Screening: excludes listed phrases and secrets from an index."""

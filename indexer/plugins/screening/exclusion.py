@@ -1,4 +1,4 @@
-"""Finding the lines of a text with a listed phrase, in one pass for all phrases."""
+"""Finds the lines of a text that contain a listed phrase, in one pass for all phrases."""
 
 import re
 from collections.abc import Iterator
@@ -18,10 +18,10 @@ _BREAKS: Final = {"\r": "a carriage return: end lines with a line feed", "\0": "
 
 @dataclass(frozen=True, slots=True)
 class ExcludedPhrases:
-    """Phrases with their lines in the list; reports name the line, since a phrase may be secret.
+    """Phrases and their lines in the list. Reports name lines, because a phrase may be secret.
 
     Attributes:
-        texts: phrases, none of them empty or with a line break.
+        texts: phrases; none is empty or has a line break.
         lines: line number of each phrase in the file, from 1.
     """
 
@@ -30,14 +30,14 @@ class ExcludedPhrases:
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        r"""Read a list: UTF-8, one phrase per line, white space at its ends ignored.
+        r"""Read a list: UTF-8, one phrase per line. White space around a phrase is ignored.
 
-        Blank lines and lines that begin with `#` are skipped. A phrase that begins with `#` is
-        written `\#`, one that begins with `\#` is written `\\#`, and so on; other backslashes have
-        no special meaning.
+        Blank lines and lines that start with `#` are skipped. A phrase that starts with `#` is
+        written `\#`, a phrase that starts with `\#` is written `\\#`, and so on. Other backslashes
+        have no special meaning.
 
         Raises:
-            IndexerError: the file or a line of it cannot be read, or it lists nothing. A list is
+            IndexerError: the file or a line cannot be read, or the file lists nothing. A list is
                 loaded completely or not at all, because missing phrases would go unnoticed.
         """
         try:
@@ -73,10 +73,10 @@ _END: Final = "\n"
 class PhraseFinder:
     """An Aho-Corasick automaton (Aho and Corasick, 1975) of all phrases.
 
-    A phrase matches literally, and also where text and phrase are equal in Unicode's normal form C,
-    so that an accent may be a separate character in either. If case is ignored, both are folded
-    first, as Unicode defines it (The Unicode Standard, D145: canonical caseless matching). Most
-    text is already normalised and is scanned once.
+    A phrase matches if it is equal to a part of the text, either literally or in Unicode's normal
+    form C. In form C, it does not matter whether an accent is a separate character. If case is
+    ignored, both are folded first, as Unicode defines it (The Unicode Standard, D145: canonical
+    caseless matching). Most text is already normalised and is scanned once.
 
     Args:
         phrases: phrases to look for.
@@ -95,7 +95,7 @@ class PhraseFinder:
     def find(self, text: str) -> Hits:
         """Return the lines with a phrase, numbered from 0, with the numbers of the phrases in each.
 
-        A line ends with a line feed. Takes time proportional to the length of the text and of the
+        A line ends with a line feed. The time is proportional to the length of the text and of the
         matches.
         """
         hits: Hits = {}
@@ -109,7 +109,7 @@ class PhraseFinder:
 
 
 def spans_of(text: str, hits: Hits) -> list[Span]:
-    """Return the start and end of the lines with hits in the text, including line feeds."""
+    """Return the start and end, in the text, of each line with hits, including line feeds."""
     return [span for line, span in enumerate(_lines(text)) if line in hits] if hits else []
 
 
@@ -124,8 +124,8 @@ def _lines(text: str) -> Iterator[Span]:
 def _forms(text: str, *, ignore_case: bool) -> set[str]:
     """Return the forms in which texts and phrases are compared, as one character per UTF-8 byte.
 
-    No form adds or removes a line feed. The automaton searches the children of a node one by one,
-    which is fast for bytes but not for the many characters.
+    No form adds or removes a line feed. The automaton searches a node's children one by one. That
+    is fast for 256 bytes, but slow for all characters of Unicode.
     """
     if text.isascii():
         return {text.lower() if ignore_case else text}

@@ -1,4 +1,4 @@
-"""Finding the secrets of a text: by a library's rules, by a few of our own, and by repetition."""
+"""Finds the secrets in a text: by a library's rules, by our own rules, and by repetition."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -15,11 +15,11 @@ from indexer.errors import IndexerError
 EMAIL_ADDRESS: Final = "email-address"
 
 Finder = Callable[[str], Iterator[tuple[int, int]]]
-"""Yields the start and end of secrets in a text, in order."""
+"""Yields the start and end of each secret in a text, in order."""
 
-# RFC 7468, section 2, and RFC 4880, section 6.2 for blocks; RFC 1421, section 4.6 for headers. The
-# library requires 64 characters and an end; this also takes short and truncated blocks. In source
-# code, line breaks are often escaped.
+# RFC 7468, section 2, and RFC 4880, section 6.2, define the blocks; RFC 1421, section 4.6, defines
+# the headers. The library requires 64 characters and an end line. This pattern also matches short
+# and truncated blocks. In source code, line breaks are often escaped.
 _PRIVATE_KEY: Final = re.compile(
     r"-----BEGIN (?:[A-Z0-9]+ ){0,4}PRIVATE KEY(?: BLOCK)?-----"
     r"(?:(?:\s|\\[nr])*+[A-Za-z][A-Za-z0-9-]*+:[^\n\\]*+)*+"
@@ -28,21 +28,21 @@ _PRIVATE_KEY: Final = re.compile(
 )
 
 # RFC 3986, section 3.2.1: user, colon, password, before the host. An unescaped @ in the password is
-# common, so it ends at the last one; `${NAME}`, `{name}` and `%s` are placeholders.
+# common, so the password ends at the last @. `${NAME}`, `{name}` and `%s` are placeholders.
 _URL_PASSWORD: Final = re.compile(
     r""":(?:\\?/){2}[^\s/\\?#"'<>@:]*+:(?!(?:\$?\{[^{}\s]*\}|%s)@)([^\s/\\?#"'<>]+)@"""
 )
 
-# AWS IAM User Guide, "IAM identifiers", unique ID prefixes of permanent and temporary access keys.
-# The library requires the secret key next to it.
+# AWS IAM User Guide, "IAM identifiers": unique ID prefixes of permanent and temporary access keys.
+# The library requires the secret key next to the identifier.
 _AWS_KEY: Final = re.compile(r"A(?:KIA|SIA)(?<![A-Za-z0-9].{4})[A-Z0-9]{16}(?![A-Za-z0-9])")
 
-# RFC 5322, section 3.2.3: dot-atom of at most 64 characters (RFC 5321, section 4.5.3.1.1), other
-# scripts allowed (RFC 6531, section 3.3), except "/", which precedes addresses in paths, and the
-# backtick, which quotes. Punctuation at its ends belongs to the text. Matched backwards.
+# RFC 5322, section 3.2.3: a dot-atom of at most 64 characters (RFC 5321, section 4.5.3.1.1). Other
+# scripts are allowed (RFC 6531, section 3.3). "/" is not, because it precedes addresses in paths,
+# nor is the backtick, which quotes. Punctuation at the ends belongs to the text. Matched backwards.
 _LOCAL_PART: Final = re.compile(r"[\w+-](?:[\w.!#$%&'*+=?^{|}~-]*\w)?")
 _MAX_LOCAL_PART: Final = 64
-# RFC 1034, section 3.5: labels and dots; a public domain ends with letters or is encoded.
+# RFC 1034, section 3.5: labels and dots. A public domain ends with letters or is encoded.
 _DOMAIN: Final = re.compile(r"@(?:\w(?:[\w-]*\w)?\.)+(?:xn--[a-z0-9-]+|[^\W\d_]{2,63})(?![\w-])")
 
 
@@ -64,7 +64,7 @@ def aws_access_key_ids(text: str) -> Iterator[tuple[int, int]]:
 
 
 def email_addresses(text: str) -> Iterator[tuple[int, int]]:
-    """Find e-mail addresses: from each @ forward to the domain, and back to the start of the name.
+    """Find e-mail addresses, from each @ forwards to the domain and backwards to the name.
 
     Text before the host of a URL is a password, not a name.
     """
@@ -89,17 +89,17 @@ OWN_RULES: Final[dict[str, Finder]] = {
 PLACEHOLDER: Final = "[REDACTED]"
 
 WINDOW_BYTES: Final = 1 << 17
-"""Size of the windows of text that the library sees, which bounds its rules on hostile text."""
+"""Size of the text windows that the library scans. It bounds the time on hostile text."""
 
 OVERLAP_BYTES: Final = 1 << 14
-"""Overlap of windows: a secret up to this long is seen completely."""
+"""Overlap of the windows. A secret up to this long is always whole in one window."""
 
-# UTF-8 (RFC 3629, section 3): the bytes of a character after its first.
+# UTF-8 (RFC 3629, section 3): all bytes of a character but its first have these leading bits.
 _LEAD_BITS: Final = 0xC0
 _CONTINUATION: Final = 0x80
 
-# A shorter value, or a word, is a secret only where it was found, because it has other meanings
-# elsewhere. Addresses and key blocks are recognised by their form anywhere.
+# A shorter value, or a word, counts as a secret only where it was found, because it has other
+# meanings elsewhere. Addresses and key blocks are recognised by their form anywhere.
 _MIN_REPEATED: Final = 6
 _MAX_REPEATED: Final = 4096
 
@@ -116,10 +116,10 @@ class Secret:
 class SecretFinder:
     """Finds keys, tokens, private-key blocks, passwords in URLs and e-mail addresses, offline.
 
-    Most rules are Kingfisher's; it never checks online whether a key is valid.
+    Most rules come from Kingfisher. No key is checked online for validity.
 
     Args:
-        window_bytes: bytes of a text that the library sees at a time.
+        window_bytes: bytes of text that the library scans at a time.
         overlap_bytes: overlap of these windows.
 
     Raises:
@@ -141,8 +141,8 @@ class SecretFinder:
     def find(self, text: str) -> list[Secret]:
         """Return the secrets of a text in order; none overlap.
 
-        Takes time proportional to the length of the text, and memory of sixty times the size of its
-        secrets.
+        The time is proportional to the length of the text. The memory is sixty times the size of
+        its secrets.
         """
         found = _merged([*self._by_library(text), *_by_own_rules(text)])
         return _merged([*found, *_repeated(text, found)]) if found else found
@@ -185,7 +185,7 @@ def _by_own_rules(text: str) -> Iterator[Secret]:
 
 
 def _repeated(text: str, found: list[Secret]) -> Iterator[Secret]:
-    """Yield further occurrences of found secrets, in any context."""
+    """Yield further occurrences of the secrets that were found, in any context."""
     automaton: Any = ahocorasick.Automaton()
     for secret in found:
         value = text[secret.start : secret.end]
@@ -203,7 +203,7 @@ def _is_word(value: str) -> bool:
 
 
 def _merged(secrets: Iterable[Secret]) -> list[Secret]:
-    """Join secrets that overlap; the kind is that of the first one, or of the longest on a tie."""
+    """Join overlapping secrets. The first one determines the kind; on a tie, the longest one."""
     merged: list[Secret] = []
     for secret in sorted(secrets, key=lambda found: (found.start, -found.end, found.kind)):
         if merged and secret.start < merged[-1].end:
@@ -215,7 +215,7 @@ def _merged(secrets: Iterable[Secret]) -> list[Secret]:
 
 
 def _windows(encoded: bytes, size: int, overlap: int) -> Iterator[tuple[int, bytes]]:
-    """Cut bytes into overlapping pieces, each with its offset."""
+    """Cut bytes into overlapping windows, each with its offset."""
     for start in range(0, max(len(encoded) - overlap, 1), size - overlap):
         yield start, encoded[start : start + size]
 
@@ -227,5 +227,5 @@ def _characters_begun(encoded: bytes) -> NDArray[np.int32]:
 
 
 def _kind_of(rule_id: str) -> str:
-    """Return the name of a rule without the name of its collection."""
+    """Return a rule's name without the name of its collection."""
     return rule_id.rpartition("/")[2].rpartition(".")[2]

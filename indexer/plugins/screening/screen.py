@@ -1,4 +1,4 @@
-"""Screening of a document: excluded phrases remove it or its lines; secrets are replaced."""
+"""Screens a document: excluded phrases remove it or its lines, and secrets are replaced."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ WITHHELD: Final = "(a name with an excluded phrase)"
 
 
 class ExcludeScope(StrEnum):
-    """The part that is left out because of a listed phrase."""
+    """What is excluded because of a listed phrase."""
 
     DOCUMENT = "document"
     LINE = "line"
@@ -28,14 +28,14 @@ class ExcludeScope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ScreenOptions:
-    """The phrases and secrets to screen for; can be pickled, phrases included.
+    """The phrases and secrets to screen for. It can be pickled, with its phrases.
 
     Attributes:
-        phrases: documents or lines that contain one of them are left out.
-        scope: whether whole documents or lines are left out. A document whose name or licence
+        phrases: phrases; documents or lines that contain one are left out.
+        scope: whether whole documents or only lines are left out. A document whose name or licence
             contains a phrase is left out in either case.
         ignore_case: whether to ignore upper and lower case of phrases.
-        redact: whether to replace secrets by a placeholder.
+        redact: whether to replace secrets with a placeholder.
     """
 
     phrases: ExcludedPhrases | None = None
@@ -45,7 +45,7 @@ class ScreenOptions:
 
     @property
     def record(self) -> ScreeningRecord:
-        """The record of this screening in an index, without any phrase."""
+        """The record of this screening in an index. It contains no phrase."""
         if self.phrases is None:
             return ScreeningRecord(self.redact)
         how = [*sorted(self.phrases.texts), str(self.scope), str(self.ignore_case)]
@@ -58,10 +58,10 @@ class ScreenOptions:
         return checksum_of(repr((self.record, lines)).encode())
 
     def at_least(self, before: ScreeningRecord, index: Path) -> "ScreenOptions":
-        """Return the options extended by the earlier screening of an index.
+        """Return the options, extended by the screening that an index already has.
 
         Raises:
-            IndexerError: the index was screened with a list of phrases, which is not given now.
+            IndexerError: the index was screened with a list of phrases, but no list is given now.
         """
         if before.excluded and self.record.excluded != before.excluded:
             raise IndexerError(
@@ -75,10 +75,10 @@ class ScreenOptions:
         return self
 
     def screener(self) -> "Screen":
-        """Return the screener of this process; creating it takes seconds, so it is kept.
+        """Return the screener of this process. It is cached, because creating it takes seconds.
 
         Raises:
-            IndexerError: secrets are to be redacted, and the library for it is not installed.
+            IndexerError: secrets should be redacted, but the library for this is not installed.
         """
         return _screen(self)
 
@@ -86,7 +86,7 @@ class ScreenOptions:
 def screening_of(
     path: Path | None, scope: str, *, ignore_case: bool, redact: bool
 ) -> ScreenOptions:
-    """Return the screening that the options of a command define.
+    """Return the screening that a command's options define.
 
     Raises:
         IndexerError: the phrase file cannot be read.
@@ -109,7 +109,7 @@ def _screen(options: ScreenOptions) -> "Screen":
 
 
 class Screen:
-    """Screens documents one by one; created once per process, since that takes seconds.
+    """Screens documents one by one. Created once per process, because that takes seconds.
 
     Args:
         options: the phrases and secrets to screen for.
@@ -118,7 +118,7 @@ class Screen:
         tally: counts of what was removed so far.
 
     Raises:
-        IndexerError: secrets are to be redacted, and the library for it is not installed.
+        IndexerError: secrets should be redacted, but the library for this is not installed.
     """
 
     def __init__(self, options: ScreenOptions) -> None:
@@ -130,14 +130,14 @@ class Screen:
         self.tally = ScreenTally()
 
     def take_tally(self) -> ScreenTally:
-        """Return the counts since the last call, and start new ones."""
+        """Return the counts since the last call, and reset them."""
         taken, self.tally = self.tally, ScreenTally()
         return taken
 
     def screen(self, name: str, text: str, licence: str = "") -> Screened | None:
         """Return the document without excluded lines and secrets; None if it must be left out.
 
-        Phrases are searched before and after secrets are replaced, so that none is in the result.
+        Phrases are searched before and after secrets are replaced, so the result contains none.
         """
         found = [*self._excluded(name), *self._excluded(licence)]
         secrets = [self._redactable(name), self._redactable(licence), self._redactable(text)]
@@ -153,7 +153,7 @@ class Screen:
     def _kept(
         self, text: str, secrets: list[Secret], found: Iterable[int], place: str
     ) -> str | None:
-        """Return the text that may stay, given phrases found before; None if nothing may stay."""
+        """Return the text that may be indexed, given the phrases found so far; None for none."""
         rounds = (secrets, []) if secrets else (secrets,)
         excluded = set(found)
         lines: list[set[int]] = []

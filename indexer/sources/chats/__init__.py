@@ -1,1 +1,1 @@
-"""Chats: conversations in records, by the shape of the record and the dialect of its turns."""
+"""Reads conversations from records, given the record's shape and its turns' dialect."""

@@ -1,4 +1,4 @@
-"""Conversations: who said what, and the prompts and outputs of models in them.
+"""Reads conversations: who said what, and the prompts and outputs of models.
 
 `shapes` finds the conversation in a record, and `dialects` reads its turns.
 """
@@ -33,11 +33,11 @@ from indexer.sources.chats.shapes import (
 from indexer.sources.chats.streamed_answers import whole_answer
 
 TEXT: Final = "text"
-"""The role of a text without a conversation."""
+"""The role of a text that is not part of a conversation."""
 
 
 class Turns(StrEnum):
-    """The turns of a conversation to take."""
+    """The turns of a conversation to read."""
 
     ASSISTANT = "assistant"
     USER = "user"
@@ -49,10 +49,10 @@ class Turn:
     """A turn of a conversation.
 
     Attributes:
-        role: `system`, `user`, `assistant` or `tool`; other names for these are translated. `text`
-            if a field names a text whose author is unknown.
-        text: text, never empty. Several parts, such as texts and tool calls, are joined by line
-            breaks; a tool call is a JSON object with `name` and `arguments`.
+        role: `system`, `user`, `assistant` or `tool`; other names for these roles are translated.
+            It is `text` if a field names a text whose author is unknown.
+        text: content of the turn, never empty. Line breaks join several parts, such as texts and
+            tool calls. A tool call is a JSON object with `name` and `arguments`.
     """
 
     role: str
@@ -61,14 +61,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A conversation.
+    """A conversation that was read from a record.
 
     Attributes:
-        shape: shape of the record, in words.
+        shape: name of the record's shape.
         turns: turns in order; may be empty.
-        left_out: parts of the record that are in no turn, a noun for each: `image`, `empty turn`.
-        num_given: number of turns that a model was given, if the record says so. An answer among
-            them is part of a prompt, because a server gets the whole conversation with each
+        left_out: parts of the record that are in no turn, each as a noun: `image`, `empty turn`.
+        num_given: number of turns that the model was given, if the record says so. An answer among
+            these turns is part of a prompt, because a server gets the whole conversation with each
             request.
         samples: alternative answers to the last turn's prompt.
     """
@@ -82,12 +82,12 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A prompt of a model, and its output.
+    """A model's prompt and its output.
 
     Attributes:
         prompt: all earlier turns; may be empty.
-        output: text of an assistant's turn.
-        num_samples: number of answers that the record has to this prompt, including this one.
+        output: text of an assistant turn.
+        num_samples: number of answers to this prompt in the record, including this output.
     """
 
     prompt: tuple[Turn, ...]
@@ -97,17 +97,18 @@ class Exchange:
 
 _NO_ANSWER: Final = "response without an answer"
 _MAX_DEPTH: Final = 3
-"""Nesting of answers: a response, its choices, a choice, and its content."""
+"""Nesting levels of an answer: a response, its choices, a choice, and its content."""
 
 
 def conversation_of(record: object, field: str = "") -> Conversation | None:
-    """Return the conversation in a record, or None if its shape is not recognised.
+    """Return the conversation in a record, or None if the record's shape is unknown.
 
-    Unknown keys are ignored. A value may also be the JSON text of the expected value, as in tables.
+    Unknown keys are ignored. Tables often store a list or object as its JSON text, which is decoded
+    here.
 
     Args:
         record: a JSON object, a list of turns, or a row as a mapping of columns to values.
-        field: names texts or turns in it: a key, or a JMESPath expression.
+        field: key or JMESPath expression that names texts or turns in the record.
     """
     text = text_in(record, field)
     if text is not None:
@@ -117,20 +118,20 @@ def conversation_of(record: object, field: str = "") -> Conversation | None:
 
 
 def text_in(record: object, field: str) -> str | None:
-    """Return the text under a key of a record, the most common case of a corpus; else None."""
+    """Return the text under a key of a record, the most common case in a corpus; otherwise None."""
     text = record.get(field) if isinstance(record, dict) else None
     return text if isinstance(text, str) and not text.startswith("[") else None
 
 
 def turns_of(conversation: Conversation, role: str) -> Iterator[tuple[int, str]]:
-    """Yield the number, counted from 1, and the text of every turn of a role."""
+    """Yield the number, counted from 1, and the text of every turn with a role."""
     for number, turn in enumerate(conversation.turns, 1):
         if turn.role == role:
             yield number, turn.text
 
 
 def exchanges_of(conversation: Conversation) -> Iterator[Exchange]:
-    """Yield each assistant turn that is an output, with all earlier turns."""
+    """Yield each assistant turn that is an output, with all earlier turns as its prompt."""
     last = len(conversation.turns)
     for _, text in turns_of(conversation, TEXT):
         if text and not text.isspace():
@@ -138,7 +139,7 @@ def exchanges_of(conversation: Conversation) -> Iterator[Exchange]:
     for number, text in turns_of(conversation, "assistant"):
         if number > conversation.num_given:
             before = conversation.turns[: number - 1]
-            # In a list of answers without prompts, no answer is the prompt of the next.
+            # In a list of answers without prompts, an answer is not the prompt of the next one.
             prompt = before if any(turn.role != "assistant" for turn in before) else ()
             samples = conversation.samples if number == last else ()
             for output in (text, *samples):
@@ -146,11 +147,11 @@ def exchanges_of(conversation: Conversation) -> Iterator[Exchange]:
 
 
 def prompts_of(conversation: Conversation) -> Iterator[tuple[Turn, ...]]:
-    """Yield a model's prompts: the turns before each output, and all if the last is no answer.
+    """Yield a model's prompts: the turns before each output, and all turns if no answer ends them.
 
-    Turns without a user are not a prompt.
+    Turns without a user turn are not a prompt.
     """
-    # Samples share one prompt.
+    # All samples of an answer have the same prompt.
     prompts = [*dict.fromkeys(exchange.prompt for exchange in exchanges_of(conversation))]
     if conversation.shape == Shape.TEXT:
         prompts = [(Turn("user", each.output),) for each in exchanges_of(conversation)]
@@ -165,12 +166,12 @@ def plain_text(turns: tuple[Turn, ...]) -> str:
 
 
 def messages_of(turns: tuple[Turn, ...]) -> list[dict[str, str]]:
-    """Return turns in the form that chat templates take."""
+    """Return turns as messages, the form that chat templates expect."""
     return [{"role": turn.role, "content": turn.text} for turn in turns]
 
 
 class _Reading:
-    """The turns of a conversation read so far, and what was left out."""
+    """Collects the turns of a conversation, and what was left out."""
 
     def __init__(self, found: Found) -> None:
         self._found = found
@@ -217,7 +218,7 @@ class _Reading:
                 return
 
     def _add_samples(self, answers: Sequence[Any], depth: int = 0) -> None:
-        """Add the first of several answers to a prompt, and keep the others as samples."""
+        """Add the first of several answers to a prompt, and store the others as samples."""
         first = len(self._turns)
         for answer in answers:
             begin = len(self._turns)
@@ -227,9 +228,9 @@ class _Reading:
                 del self._turns[begin:]
 
     def _add_answer(self, value: Any, depth: int = 0) -> None:
-        """Add a response: its choices, items, message, content or text."""
+        """Add a response, in any form: its choices, items, message, content or text."""
         value, num_damaged = whole_answer(value)
-        self._left_out += ["piece of a stream that is no JSON"] * num_damaged
+        self._left_out += ["piece of a stream that is not JSON"] * num_damaged
         if not isinstance(value, dict):
             self._add_side(value, "assistant")
         elif depth > _MAX_DEPTH:
@@ -250,13 +251,13 @@ class _Reading:
             self._left_out.append(_NO_ANSWER)
 
     def _add_side(self, value: Any, role: str) -> None:
-        """Add one side of an exchange: a text, a message, or a list of either."""
+        """Add one side of an exchange: a text, a message, or a list of texts and messages."""
         if are_turns(value):
             self._add_turns(decoded(value), role)
         elif isinstance(value, dict) and may_be_turn(value):
             self._add_turn(value, role)
         elif is_list(value) and any(isinstance(each, int) for each in value):
-            self._left_out.append("text that is given as token ids")
+            self._left_out.append("text that is stored as token ids")
         else:
             self._add_parts(content_parts(value), role)
 
@@ -264,7 +265,7 @@ class _Reading:
         was_item = False
         for item in items:
             if not isinstance(item, dict):
-                self._left_out.append("turn that is no object")
+                self._left_out.append("turn that is not an object")
                 continue
             before = len(self._turns)
             is_bare_item = is_item(item) and not named_role(item)
@@ -277,7 +278,7 @@ class _Reading:
             was_item = is_bare_item
 
     def _join_answers(self, before: int) -> None:
-        """Join an added turn with the one before it if a model wrote both as one."""
+        """Join an added turn with the previous one if a model wrote both as one turn."""
         last = self._turns[before - 1 :] if before else []
         if len(last) == 2 and {turn.role for turn in last} == {"assistant"}:  # noqa: PLR2004
             self._turns[before - 1 :] = [Turn("assistant", f"{last[0].text}\n{last[1].text}")]
@@ -295,7 +296,7 @@ class _Reading:
     def _add_parts(
         self, parts: Iterable[tuple[Part, str]], role: str, *, may_be_empty: bool = False
     ) -> None:
-        """Add the parts of one speaker as a turn; tool results in between become separate turns."""
+        """Add one speaker's parts as a turn; tool results between them become separate turns."""
         texts: list[str] = []
         for kind, text in parts:
             if kind == Part.LEFT_OUT:
@@ -324,5 +325,5 @@ class _Reading:
 def _chosen(choice: Mapping[str, Any]) -> Any:
     """Return the content of a choice or candidate: a message, a text, a content, or itself."""
     found = next((choice[key] for key in ("message", "text") if choice.get(key)), None)
-    content = choice.get("content")  # a text belongs to a message, which may have more
+    content = choice.get("content")  # a text belongs to a message, which may have more parts
     return found or (content if isinstance(content, dict) else choice)

@@ -1,7 +1,7 @@
-"""Dialects of turns: how tools write roles, contents, tool calls and tool results.
+"""Reads the dialects of turns: how tools write roles, contents, tool calls and tool results.
 
 A turn is an object with a role and a content. A content is a text, a part, or a list of parts. The
-tables follow these sources:
+tables in this module follow these sources:
 
 - chats and Responses of OpenAI: https://platform.openai.com/docs/api-reference
 - Anthropic's Messages: https://docs.anthropic.com/en/api/messages
@@ -42,29 +42,29 @@ _ROLES: Final = {
         for chunk in ("", "chunk")
     },
 }
-"""Roles by the names that tools use, in lower case."""
+"""Maps role names that tools use, in lower case, to roles."""
 
 _ROLE_KEYS: Final = ("role", "from", "sender", "type")
 _ROLE_TYPES: Final = frozenset(
     {"human", "ai", "system", "tool", *(name for name in _ROLES if "message" in name)}
 )
-"""Roles that LangChain uses as the type of a message; other tools use other types."""
+"""Roles that LangChain uses as the type of a message. Other tools use other types."""
 
 _CONTENT_KEYS: Final = ("content", "value", "parts", "text")
 _TEXT_TYPES: Final = frozenset(
     {"text", "input_text", "output_text", "reasoning_text", "reasoning", "markdown", "code"}
 )
 _OWN_TYPES: Final = frozenset({"thinking", "refusal"})
-"""Types of parts whose text is under a key with the name of the type."""
+"""Part types whose text is under a key with the same name as the type."""
 
 _INNER_KEYS: Final = ("text", "value", "content", "parts", "reasoning", "result")
-"""Keys of the content of a part."""
+"""Keys that may contain the content of a part."""
 
 _CALL_TYPES: Final = frozenset(
     {"tool_use", "tool-call", "tool_call", "function_call", "dynamic-tool"}
 )
 _CALL_KEYS: Final = ("functionCall", "function_call", "toolUse")
-"""Keys of a call in a part, in Gemini and Bedrock."""
+"""Keys of a tool call in a part, in Gemini and Bedrock."""
 
 _NAME_KEYS: Final = ("name", "toolName", "function")
 _ARGUMENT_KEYS: Final = ("arguments", "input", "args")
@@ -73,10 +73,10 @@ _RESULT_TYPES: Final = frozenset(
 )
 _RESULT_KEYS: Final = ("functionResponse", "toolResult")
 _ITEMS: Final = ("message", "reasoning", "item_reference")
-"""Types of items of OpenAI's Responses, besides calls and their outputs."""
+"""Types of items in OpenAI's Responses, apart from calls and call outputs."""
 
 _MAX_DEPTH: Final = 8
-"""Most nested contents: tools nest two or three, and deeper nesting could exhaust the stack."""
+"""Most levels of nested contents. Tools nest two or three; more could exhaust the stack."""
 
 
 class Part(Enum):
@@ -96,7 +96,7 @@ def is_list(value: Any) -> TypeGuard[list[Any]]:
 
 
 def decoded(value: Any) -> Any:
-    """Return the list or object in a JSON text, as tables have it; otherwise the value itself."""
+    """Return the list or object in a JSON text, as tables store it; otherwise the value itself."""
     if not isinstance(value, str) or value.lstrip()[:1] not in {"[", "{"}:
         return value
     try:
@@ -106,19 +106,19 @@ def decoded(value: Any) -> Any:
 
 
 def role_of(turn: Mapping[str, Any], otherwise: str = "") -> str | None:
-    """Return the role: `system`, `user`, `assistant` or `tool`; None if it is unknown.
+    """Return a turn's role: `system`, `user`, `assistant` or `tool`; None if it is unknown.
 
     Args:
         turn: turn in any dialect.
-        otherwise: role of a turn that names none.
+        otherwise: role to return if the turn names no role.
     """
     return _ROLES.get(named_role(turn) or otherwise)
 
 
 def named_role(turn: Mapping[str, Any]) -> str:
-    """Return the name of a turn's role, in lower case; empty if it has none."""
+    """Return the role name that a turn states, in lower case; empty if it states none."""
     author = turn.get("author")
-    if isinstance(author, dict):  # ChatGPT's exports
+    if isinstance(author, dict):  # as in ChatGPT's exports
         turn = author
     for key in _ROLE_KEYS:
         name = turn.get(key)
@@ -128,7 +128,7 @@ def named_role(turn: Mapping[str, Any]) -> str:
 
 
 def bare(turn: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message without LangChain's wrapper."""
+    """Return a message without LangChain's wrapper, if it has one."""
     for key in ("kwargs", "data"):
         inner = turn.get(key)
         if isinstance(inner, dict) and "content" in inner and "content" not in turn:
@@ -141,7 +141,7 @@ def bare(turn: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_turn(value: Any) -> bool:
-    """Return whether a value is clearly a turn: it has a role, or is an item of Responses."""
+    """Return whether a value is clearly a turn: it has a role, or is a Responses item."""
     if not isinstance(value, dict):
         return False
     inner = bare(value)
@@ -149,7 +149,7 @@ def is_turn(value: Any) -> bool:
 
 
 def are_turns(value: Any) -> bool:
-    """Return whether a value is a list of turns, or the JSON text of one."""
+    """Return whether a value is a list of turns, or the JSON text of such a list."""
     value = decoded(value)
     return is_list(value) and bool(value) and all(map(is_turn, value))
 
@@ -167,7 +167,7 @@ def is_item(value: Any) -> bool:
 
 
 def turn_parts(turn: Mapping[str, Any], role: str) -> Parts:
-    """Yield the parts of a turn: reasoning, content and calls, in the order written."""
+    """Yield the parts of a turn in the order written: reasoning, content and calls."""
     if role == "assistant":
         yield from content_parts(turn.get("reasoning_content") or turn.get("reasoning"))
     found = [turn[key] for key in _CONTENT_KEYS if key in turn]
@@ -206,11 +206,11 @@ def content_parts(content: Any, depth: int = 0) -> Parts:
     elif isinstance(content, dict):
         yield from _parts(content, depth + 1)
     else:
-        yield Part.LEFT_OUT, "content that is no text"
+        yield Part.LEFT_OUT, "content that is not text"
 
 
 def _parts(part: Mapping[str, Any], depth: int) -> Parts:
-    """Yield the contents of a part: a call, a tool result, both, or an inner content."""
+    """Yield what a part contains: a tool call, a tool result, both, or an inner content."""
     call, result = _call_in(part), _result_in(part)
     if call is not None:
         yield _call(call)
@@ -233,11 +233,11 @@ def _parts(part: Mapping[str, Any], depth: int) -> Parts:
     for name in [kind] if is_other else media:
         yield Part.LEFT_OUT, _noun(name)
     if not is_other and not media:
-        yield Part.LEFT_OUT, "content that is no text"
+        yield Part.LEFT_OUT, "content that is not text"
 
 
 def _results(content: Any, depth: int = 0) -> Parts:
-    """Yield a tool result as one text, and what is left out of it."""
+    """Yield a tool result as one text, and the nouns of what is left out of it."""
     texts = []
     for kind, text in content_parts(content, depth):
         if kind == Part.LEFT_OUT:
@@ -248,7 +248,7 @@ def _results(content: Any, depth: int = 0) -> Parts:
 
 
 def _result_in(part: Mapping[str, Any]) -> Any:
-    """Return the tool result in a part; None for other parts."""
+    """Return the tool result in a part, or None if the part has none."""
     kind = _type_of(part)
     found = next((part[key] for key in _RESULT_KEYS if isinstance(part.get(key), dict)), None)
     if found is not None:
@@ -267,7 +267,7 @@ def _type_of(part: Mapping[str, Any]) -> str:
 
 
 def _is_tool(kind: str) -> bool:
-    """Return whether a part belongs to a tool by the AI SDK's type names: `tool-weather`."""
+    """Return whether a part type belongs to a tool, as in the AI SDK: `tool-weather`."""
     is_named = kind.startswith("tool-") and kind not in _RESULT_TYPES | _CALL_TYPES
     return is_named or kind == "dynamic-tool"
 
@@ -294,7 +294,7 @@ def _call(call: Any) -> tuple[Part, str]:
 
 
 def _arguments(value: Any) -> str:
-    """Return arguments as the model wrote them, or as JSON; `{}` if there are none."""
+    """Return a call's arguments as the model wrote them, or as JSON; `{}` if there are none."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return "{}"
     if not isinstance(value, str):
@@ -311,5 +311,5 @@ def _json(value: Any) -> str:
 
 
 def _noun(kind: str) -> str:
-    """Return a noun for a part of a content by its type; images have several type names."""
+    """Return a noun for a content part, from its type. Several types mean an image."""
     return next((name for name in ("image", "audio", "video", "file") if name in kind), kind)

@@ -1,4 +1,4 @@
-"""Sessions of agents and chats: joins one-message lines into records of conversations."""
+"""Joins one-message lines of agent and chat sessions into records of conversations."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -6,7 +6,7 @@ from typing import Any, Final
 from indexer.sources.chats.shapes import SESSION, named
 
 Record = tuple[str, Any]
-"""A record's name, and its value from JSON, a table or a text."""
+"""A record's name and its value. The value comes from JSON, a table or a text."""
 
 _NOTES: Final = frozenset(
     {
@@ -27,22 +27,22 @@ _KEYS: Final = frozenset({"message", "payload", "role"})
 """Keys of a line that is or contains a message."""
 
 _NO_MESSAGE: Final = frozenset({"messages", "prompt", "choices"})
-"""Keys of a record that has a role and is more than a message."""
+"""Keys of a record that has a role but is more than a message."""
 
 MOST_TURNS: Final = 8192
-"""Most turns of a session, which is held completely, and of a conversation: each answer has all
-earlier turns as its prompt, which for this many turns are 130 MB of references."""
+"""Most turns of a session or a conversation. A session is held in memory as a whole. Each answer
+has all earlier turns as its prompt; for this many turns, that takes 130 MB of references."""
 
 
 def sessions(records: Iterable[Record], field: str = "") -> Iterator[Record]:
-    """Yield records, with one-message lines joined into one record with all their messages.
+    """Yield records, with the one-message lines of a session joined into one record.
 
-    A session ends if a line names another session, if the system speaks, if it is too long, or if a
-    record of another kind follows. It has the name of its first line.
+    A session ends if a line names another session, if a system message follows, if it is too long,
+    or if another kind of record follows. The record has the name of the session's first line.
 
     Args:
         records: records in order.
-        field: a record in which it names anything is not part of a session.
+        field: expression; a record in which it names something is not part of a session.
     """
     session = _Session()
     for place, record in records:
@@ -62,7 +62,7 @@ def sessions(records: Iterable[Record], field: str = "") -> Iterator[Record]:
 
 
 class _Session:
-    """The messages of a session read so far."""
+    """Collects the messages of one session."""
 
     def __init__(self) -> None:
         self.messages: list[Any] = []
@@ -77,7 +77,7 @@ class _Session:
         return of != self._of or begins or len(self.messages) >= MOST_TURNS
 
     def add(self, place: str, of: Any, message: Mapping[str, Any]) -> None:
-        """Add a message, or another part of the last one."""
+        """Add a message, or another part of the last message."""
         if not self.messages:
             self._place, self._of = place, of
         own_id, content = message.get("id"), message.get("content")
@@ -90,7 +90,7 @@ class _Session:
         self._last_id = own_id
 
     def ended(self) -> Iterator[Record]:
-        """Yield the session as a record, if there is one, and start a new one."""
+        """Yield the session as a record, if it has messages, and start a new session."""
         if self.messages:
             yield self._place, {SESSION: self.messages}
             self.messages = []
@@ -103,7 +103,7 @@ def _is_note(record: Any) -> bool:
 
 
 def _line(record: Any, field: str) -> tuple[Any, Mapping[str, Any]] | None:
-    """Return the session and the message of a record that is a single message; None for others."""
+    """Return the session and the message of a one-message record; None for other records."""
     if not isinstance(record, dict) or _KEYS.isdisjoint(record):
         return None
     if named(record, field) is not None:

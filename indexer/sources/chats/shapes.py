@@ -1,4 +1,4 @@
-"""Shapes of records: where the conversation in a record is.
+"""Recognises the shapes of records: where in a record its conversation is.
 
 A record is recognised by its keys and their values, never by its file name. Each shape has a name
 for reports. `dialects` reads the turns.
@@ -17,11 +17,11 @@ from indexer.sources.chats.dialects import are_turns, decoded, is_item, is_list
 from indexer.sources.chats.streamed_answers import is_chunk, whole_answer
 
 Object = dict[str, Any]
-"""A JSON object, or a row as columns and their values."""
+"""A JSON object, or a table row as a mapping of columns to values."""
 
 
 class Shape(StrEnum):
-    """The shape of a conversation in a record; the value is its name in reports."""
+    """The shape of a record with a conversation. The value is the shape's name in reports."""
 
     TEXT = "texts"
     MESSAGES = "OpenAI messages"
@@ -48,14 +48,14 @@ class Found:
 
     Attributes:
         shape: shape of the record.
-        given: what the model was given: turns, a message or a text; None for nothing.
-        answers: what it wrote; several answers are samples for one prompt. None if the assistant
-            turns in `given` are what it wrote.
-        left_out: parts of the record that are in neither, a noun for each.
-        system: contents; the first with a text is the system message.
+        given: the prompt, as turns, a message or a text; None if there is no prompt.
+        answers: what the model wrote. Several answers are samples for one prompt. None if the
+            assistant turns in `given` are the answers.
+        left_out: parts of the record outside the prompt and the answers, each as a noun.
+        system: contents, of which the first with a text is the system message.
         history: turns before `given`, as pairs of a user's text and the answer.
-        has_turns: whether the key alone makes `given` a list of turns, whatever is in it.
-        may_repeat: whether answers may repeat the last given turn, if that is an answer.
+        has_turns: whether the key alone shows that `given` is a list of turns, whatever it has.
+        may_repeat: whether `answers` may repeat the last turn of `given`, if that is an answer.
     """
 
     shape: Shape
@@ -80,7 +80,7 @@ TURN_LISTS: Final = {
 """Keys of lists of turns."""
 
 _ANY_LISTS: Final = frozenset({"messages", "conversations", "conversation", "chat_messages"})
-"""Of these, any list counts as turns; of the others, only a list of clear turns."""
+"""Keys whose list always counts as turns. Under other keys, its items must clearly be turns."""
 
 PROMPTS: Final = {
     "instruction": Shape.INSTRUCTION,
@@ -100,7 +100,7 @@ SYSTEM: Final = (
     "systemInstruction",
     "system_instruction",
 )
-"""Keys of a system message next to turns."""
+"""Keys of a system message that is stored separately from the turns."""
 
 OUTPUTS: Final = (
     "output",
@@ -116,10 +116,10 @@ OUTPUTS: Final = (
 """Keys of outputs."""
 
 BATCHES: Final = ("choices", "candidates")
-"""Of these, the keys whose value is a list of samples, each in a wrapper."""
+"""Output keys whose value is a list of samples, each in a wrapper."""
 
 _BODIES: Final = frozenset(OUTPUTS) - {"content", "generation", "generated_text"}
-"""Keys that show that a text is the JSON of a response; `content` is too common."""
+"""Keys that mark a text as the JSON of a response. `content` is too common for that."""
 
 _OF_SGLANG: Final = ("obj",)
 _REQUESTS: Final = (
@@ -142,21 +142,22 @@ _RESPONSES: Final = (
     ("output", "outputBodyJson"),
     ("out",),
 )
-"""Keys of the responses, in the same order."""
+"""Keys of responses, in the order of `_REQUESTS`."""
 
 _MAX_NESTING: Final = 6
-"""Most nested objects to search for turns."""
+"""Most levels of nested objects to search for turns."""
 
 _NO_MODEL: Final = ("span of no model",)
 _NO_ANSWER: Final = ("response without an answer",)
 
 
 def found_in(record: Any, field: str = "") -> Found | None:
-    """Return the location of the conversation in a record; None if its shape is not recognised.
+    """Return the location of the conversation in a record; None if the record's shape is unknown.
 
     Args:
         record: a JSON object, a list of turns, or a row as a mapping of columns to values.
-        field: names the text, texts or turns in it; takes precedence over shapes, see `named`.
+        field: names the text, texts or turns in the record, see `named`. It takes precedence over
+            shapes.
     """
     named_value = named(record, field)
     if named_value is not None:
@@ -175,11 +176,11 @@ def found_in(record: Any, field: str = "") -> Found | None:
 
 
 def named(record: Any, field: str) -> Any:
-    """Return what a field names in a record; None if it names nothing.
+    """Return the value that a field names in a record; None if it names nothing.
 
     Args:
         record: record of any form.
-        field: a key, or else a JMESPath expression: https://jmespath.org.
+        field: a key, or otherwise a JMESPath expression: https://jmespath.org.
     """
     if not field:
         return None
@@ -189,7 +190,7 @@ def named(record: Any, field: str) -> Any:
         return None
     try:
         return jmespath.search(field, record)
-    except JMESPathError:  # a function that does not accept this record's values
+    except JMESPathError:  # a function in the expression does not accept this record's values
         return None
 
 
@@ -199,7 +200,7 @@ def is_expression(field: str) -> bool:
 
 
 def _named(value: Any, record: Any) -> Found | None:
-    """Return the meaning of a named value: texts, turns, or an object of a known shape."""
+    """Interpret the value that a field names: texts, turns, or an object of a known shape."""
     value = decoded(value) if are_turns(value) else value
     texts = [value] if isinstance(value, str) else value
     if is_list(texts) and texts and all(isinstance(each, str) for each in texts):
@@ -212,13 +213,13 @@ def _named(value: Any, record: Any) -> Found | None:
 
 
 def _asked(record: Object, answers: Sequence[Any] | None, shape: Shape | None) -> Found | None:
-    """Return what a model was given, from an object; None if the object has nothing of it.
+    """Return what a model was given, according to a request; None if it has no prompt.
 
     Args:
         record: a request, or an object with the same keys.
         answers: what the model wrote.
-        shape: shape of the record; None for that of a stand-alone record, whose answers may be
-            repeated.
+        shape: shape of the record. None if the keys determine the shape; then the answers may
+            repeat the last turn.
     """
     system = [record[key] for key in SYSTEM if record.get(key)]
     for key, known in TURN_LISTS.items():
@@ -243,7 +244,7 @@ def _asked(record: Object, answers: Sequence[Any] | None, shape: Shape | None) -
 
 
 def _turns(record: Object) -> Found | None:
-    """Turns, or a prompt, with the output next to them, if that is not the last turn."""
+    """Turns or a prompt, and a separate output unless it repeats the last turn."""
     return _asked(record, _outputs(record), None)
 
 
@@ -259,7 +260,7 @@ def _outputs(record: Object) -> list[Any] | None:
 
 
 def _server_log(record: Object) -> Found | None:
-    """A request with or without a response: each bare, or in a transport envelope."""
+    """A request with or without a response. Each may be in a transport envelope."""
     if not TURN_LISTS.keys().isdisjoint(record):
         return None
     for path in _REQUESTS:
@@ -281,7 +282,7 @@ def _responses(record: Object) -> list[Any]:
 
 
 def _response(record: Object) -> Found | None:
-    """A server's response, bare or under a key, such as that of a batch result."""
+    """A server's response, either alone or under a key, as in a batch result."""
     if _is_response(record):
         return Found(Shape.RESPONSE, answers=[record])
     inner = _responses(record)
@@ -291,7 +292,7 @@ def _response(record: Object) -> Found | None:
 
 
 def _is_response(value: Any) -> bool:
-    """Return whether a value is a complete server response, by its form alone."""
+    """Return whether a value is a complete server response, from its form alone."""
     if not isinstance(value, dict):
         return False
     choices, output = value.get("choices"), value.get("output")
@@ -307,7 +308,7 @@ def _is_response(value: Any) -> bool:
 def _unwrapped(value: Any, keys: Collection[str]) -> Any:
     """Return a request or a response without its transport envelope.
 
-    A text is decoded only if it has one of the keys, because an answer may itself be JSON.
+    A text is decoded only if it contains one of the keys, because an answer may itself be JSON.
     """
     if value is None:
         return None
@@ -327,7 +328,7 @@ def _at(record: Object, path: tuple[str, ...]) -> Any:
 
 
 def _attributes(record: Object) -> Object:
-    """Return a span's attributes; OTLP writes them as a list of keys and typed values."""
+    """Return a span's attributes. OTLP writes them as a list of keys and typed values."""
     found = decoded(record.get("attributes", record.get("span_attributes")))
     if is_list(found):
         pairs = (each for each in found if isinstance(each, dict) and "key" in each)
@@ -346,8 +347,9 @@ def _typed(value: Any) -> Any:
 def _span(record: Object) -> Found | None:
     """A span in OpenTelemetry's GenAI conventions, or in OpenInference (Phoenix).
 
-    https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans (before: events and indexed
-    attributes, as OpenLLMetry writes them), https://github.com/Arize-ai/openinference.
+    https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans describes the current form.
+    Earlier forms are events and indexed attributes, which OpenLLMetry writes. OpenInference is at
+    https://github.com/Arize-ai/openinference.
     """
     attributes = _attributes(record)
     pairs = (
@@ -391,7 +393,7 @@ def _with_calls(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _events(record: Object) -> tuple[list[Any], list[Any]]:
-    """Return messages and choices in the events of a span."""
+    """Return the messages and the choices in the events of a span."""
     given, written = [], []
     events = record.get("events")
     for event in events if is_list(events) else ():
@@ -421,7 +423,7 @@ def _run(record: Object) -> Found | None:
 
 
 def _first(value: Any) -> Any:
-    """Return the first list of a batch, a list of lists."""
+    """Return the first list of a batch, if the value is a list of lists."""
     is_batch = is_list(value) and value and isinstance(value[0], list)
     if is_batch:
         return value[0]
@@ -472,7 +474,7 @@ def _evaluated(record: Object) -> Found | None:
 
 
 def _benchmark(record: Object) -> Found | None:
-    """A question of MT-Bench or Spec-Bench, whose first turn can be asked alone."""
+    """A question of MT-Bench or Spec-Bench. Its first turn is a prompt by itself."""
     turns = record.get("turns")
     if not is_list(turns) or not turns or not all(isinstance(each, str) for each in turns):
         return None
@@ -491,7 +493,7 @@ def _answers_alone(record: Object) -> Found | None:
 
 
 def _preference(record: Object) -> Found | None:
-    """A preference pair, as in TRL and LLaMA-Factory; only the preferred answer is read."""
+    """A preference pair, as in TRL and LLaMA-Factory. Only the preferred answer is read."""
     chosen = decoded(record.get("chosen"))
     if not chosen or not isinstance(chosen, str | list | dict):
         return None
@@ -502,7 +504,7 @@ def _preference(record: Object) -> Found | None:
 
 
 def _tree(record: Object) -> Found | None:
-    """A conversation as ChatGPT exports it: a tree, with one path that was shown last."""
+    """A conversation as ChatGPT exports it: a tree of messages, of which one path was shown."""
     nodes = record.get("mapping")
     if not isinstance(nodes, dict) or not nodes:
         return None
@@ -551,7 +553,7 @@ def _nested(record: Object) -> Found | None:
 
 
 def _session(record: Object) -> Found | None:
-    """A session that `sessions` joined."""
+    """A session whose messages `sessions` joined."""
     return Found(Shape.SESSION, record[SESSION], has_turns=True) if [*record] == [SESSION] else None
 
 
@@ -570,5 +572,5 @@ _SHAPES: Final[tuple[tuple[frozenset[str], Callable[[Object], Found | None]], ..
     (frozenset(), _response),
     (frozenset(), _nested),
 )
-"""Shapes in the order in which they are tried, each with keys of which a matching record has at
-least one; no keys if any record may match."""
+"""Shapes in the order in which they are tried. A record can match only if it has at least one of
+the shape's keys; a shape without keys is tried on every record."""

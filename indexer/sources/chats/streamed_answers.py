@@ -1,8 +1,8 @@
-"""Reassembly of streamed answers into the response that a server would have sent in one piece.
+"""Reassembles a streamed answer into the response that a server would have sent in one piece.
 
-Logs keep them as lists of chunks, or as the text of server-sent events. Supported are the chunks of
-OpenAI's completions (`choices` with `delta` or `text`), the events of its Responses, and those of
-Anthropic's Messages.
+Logs store streamed answers as lists of chunks, or as the text of server-sent events. This module
+reads the chunks of OpenAI's completions (`choices` with `delta` or `text`), the events of OpenAI's
+Responses, and the events of Anthropic's Messages.
 """
 
 import json
@@ -19,11 +19,11 @@ _TEXTS: Final = ("content", "reasoning_content", "reasoning", "refusal")
 
 
 def whole_answer(value: Any) -> tuple[Any, int]:
-    """Return a streamed answer as one response, or any other value unchanged.
+    """Return a streamed answer as one response. Any other value is returned unchanged.
 
     Returns:
-        The response, and the number of its events that are not JSON, such as the last one of a
-        truncated log.
+        The response, and the number of its events that are not JSON. In a truncated log, the last
+        event usually is not.
     """
     chunks, num_damaged = _chunks_in(value)
     if chunks:
@@ -35,7 +35,7 @@ def whole_answer(value: Any) -> tuple[Any, int]:
 
 
 def is_chunk(record: Any) -> bool:
-    """Return whether a record is a single chunk of an answer."""
+    """Return whether a record is a single chunk of a streamed answer."""
     if not isinstance(record, dict):
         return False
     if any("delta" in choice for choice in _choices(record)):
@@ -59,7 +59,7 @@ def _chunks_in(value: Any) -> tuple[list[Chunk], int]:
 
 
 def _unwrapped(chunk: Chunk) -> Chunk:
-    """Return the data of an event, if a log keeps `event` and `data` of each."""
+    """Return an event's data, if the log stores `event` and `data` of each event."""
     data = chunk.get("data")
     if isinstance(data, str) and "event" in chunk:
         data = _parsed(data)
@@ -67,7 +67,7 @@ def _unwrapped(chunk: Chunk) -> Chunk:
 
 
 def _events(text: str) -> tuple[list[Chunk], int]:
-    """Return the data of server-sent events that are objects, and the number that are not JSON."""
+    """Return the server-sent events whose data are objects, and the number that are not JSON."""
     chunks, num_damaged = [], 0
     for data in _data(text):
         if not data.strip() or data.strip() == "[DONE]":
@@ -81,14 +81,14 @@ def _events(text: str) -> tuple[list[Chunk], int]:
 
 
 def _data(text: str) -> Iterator[str]:
-    """Yield the data of each event: its data lines, up to an empty line."""
+    """Yield the data of each event, which are its data lines up to an empty line."""
     lines: list[str] = []
     for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n"):
         if not line.strip():
             yield "\n".join(lines)
             lines = []
         elif line.lstrip().startswith("data:"):
-            # Some logs keep only one of the two line breaks between events.
+            # Some logs store only one of the two line breaks between events.
             data = line.lstrip().removeprefix("data:").removeprefix(" ")
             if lines and data.startswith(("{", "[DONE]")):
                 yield "\n".join(lines)
@@ -110,7 +110,7 @@ def _choices(chunk: Chunk) -> list[Mapping[str, Any]]:
 
 
 class _Message:
-    """A message that grows by deltas."""
+    """A message that is assembled from deltas."""
 
     def __init__(self) -> None:
         self._texts: dict[str, list[str]] = {}
@@ -129,7 +129,7 @@ class _Message:
         if not isinstance(function, dict):
             return
         name = _fragment(function.get("name"))
-        if not isinstance(index, int | str):  # without an index, a name begins the next call
+        if not isinstance(index, int | str):  # without an index, a name starts the next call
             index = len(self._calls) - (not name and bool(self._calls))
         call = self._calls.setdefault(index, {"name": [], "arguments": []})
         call["name"].append(name)
@@ -148,7 +148,7 @@ class _Message:
 
 
 def _fragment(value: Any) -> str:
-    """Return the text of a delta: a text, or parts with texts."""
+    """Return the text of a delta, which is a text or a list of parts with texts."""
     if isinstance(value, list):
         parts = [part.get("text") for part in value if isinstance(part, dict)]
         return "".join(part for part in parts if isinstance(part, str))
@@ -156,7 +156,7 @@ def _fragment(value: Any) -> str:
 
 
 def _of_choices(chunks: list[Chunk]) -> Any:
-    """Return chunks of a chat or text completion as one response; None if they are others."""
+    """Return a response from the chunks of a chat or text completion; None for other chunks."""
     messages: dict[int, _Message] = {}
     texts: dict[int, list[str]] = {}
     for chunk in chunks:
@@ -174,10 +174,10 @@ def _of_choices(chunks: list[Chunk]) -> Any:
 
 
 def _of_items(chunks: list[Chunk]) -> Any:
-    """Return events of OpenAI's Responses as one response; None if they are others.
+    """Return a response from events of OpenAI's Responses; None for other events.
 
-    The last event repeats the whole response. If it is missing, finished items are taken, and the
-    text so far of the unfinished one.
+    The last event repeats the whole response. If it is missing, the result has all finished items,
+    and as much text of the unfinished item as was sent.
     """
     items: dict[Any, Any] = {}
     texts: dict[Any, list[str]] = {}
@@ -200,7 +200,7 @@ def _of_items(chunks: list[Chunk]) -> Any:
 
 
 def _of_blocks(chunks: list[Chunk]) -> Any:
-    """Return events of Anthropic's Messages as one message; None if they are others."""
+    """Return a message from events of Anthropic's Messages; None for other events."""
     blocks: dict[Any, dict[str, Any]] = {}
     deltas: dict[Any, list[str]] = {}
     is_stream = False

@@ -47,7 +47,7 @@ def test_prompts_are_utf8_in_any_locale(tmp_path: Path) -> None:
     [
         (b"", "no prompt"),
         (b"fine\n\xff\xff", "1 not text .*:2; save the file as UTF-8"),
-        (b'{"category": "x"', "1 not JSON .*:1; Expecting .* a line that begins with {"),
+        (b'{"category": "x"', "1 not JSON .*:1; Expecting .* a line that starts with {"),
         (b'{"category": "x"}', ":1: no conversation: .*: expected"),
         (b'fine\n{"category": "x", "turns": []}', ":2: malformed question: expected"),
         (b'{"category": 3, "turns": ["text"]}', "must be texts"),

@@ -304,7 +304,7 @@ FILES: list[tuple[str, Write, dict[str, str], str, dict[str, int]]] = [
         {"1#2": ANSWER, "2#2": ANSWER, "3#2": CALL, "4#2": "Ł"},
         (
             "requests and responses of a server, 4 assistant turns of 4 conversations; "
-            "left out: 1 x piece of a stream that is no JSON"
+            "left out: 1 x piece of a stream that is not JSON"
         ),
         {"not JSON": 1},
     ),

@@ -311,8 +311,8 @@ def test_turns_that_cannot_be_used_are_named() -> None:
         "turn without role",
         "empty turn",
         "empty turn",
-        "turn that is no object",
-        "turn that is no object",
+        "turn that is not an object",
+        "turn that is not an object",
     ]
 
 

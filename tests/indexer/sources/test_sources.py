@@ -100,7 +100,7 @@ def test_of_what_is_left_out_the_first_place_is_named(
         "no text in field 'text'": f"{path}:3",
         "empty": f"{path}:5",
     }
-    keys = "its keys are 'other': name the text's with --field"
+    keys = "its keys are 'other': name the key of the text with --field"
     described = (
         f"2 no text in field 'text' (first: {path}:3; {keys}), 1 empty (first: {path}:5), "
         f"1 not JSON (first: {path}:2; Expecting property name"

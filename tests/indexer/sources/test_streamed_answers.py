@@ -150,7 +150,7 @@ def test_completions_of_text_and_calls_without_numbers_are_put_together() -> Non
 
 def test_a_stream_that_broke_off_is_kept_as_far_as_it_came_and_said() -> None:
     whole = events(deltas({"content": "a"}, {"content": "b"}))
-    assert answer(whole[: whole.index('"b"')]) == ("a", ["piece of a stream that is no JSON"])
+    assert answer(whole[: whole.index('"b"')]) == ("a", ["piece of a stream that is not JSON"])
     unfinished = [e for e in SEMANTIC if e["type"] != "response.completed"][2:6]
     assert answer(unfinished) == ("Far?\n130", [])
     assert answer(BLOCKS[:8]) == ("Far?\n1", [])

@@ -61,7 +61,7 @@ def test_of_mail_the_body_of_each_letter_is_read(tmp_path: Path) -> None:
         f"{tmp_path}/a.mbox:3": "",
         f"{tmp_path}/b.eml:0": "At nine.\nFrom here.",
     }
-    assert tally.skipped_places == {"letter that cannot be read": f"{tmp_path}/a.mbox:2"}
+    assert tally.skipped_places == {"mail that cannot be read": f"{tmp_path}/a.mbox:2"}
 
 
 def test_a_letter_that_is_too_long_costs_itself(tmp_path: Path) -> None:

@@ -343,7 +343,7 @@ def test_command_shows_the_text_of_tokens(tmp_path: Path) -> None:
     assert missing.exit_code == 1
     said = " ".join(missing.stderr.split())
     assert f"the index was built with the tokenizer '{tmp_path}/tokenizer', which is not" in said
-    assert "give the same one by --tokenizer" in said
+    assert "name the same tokenizer with --tokenizer" in said
     by_hand = run(*options, "--context", "the qu", "--tokenizer", tmp_path / "elsewhere")
     assert by_hand.stdout.splitlines() == shown
 

@@ -70,7 +70,7 @@ def test_damaged_records_are_counted_with_their_place(
     told = tally.describe()[-1]
     assert "texts.jsonl" in told
     assert "no conversation" in told
-    assert "expected are" in told
+    assert "expected keys are" in told
 
 
 def test_prompts_keep_their_end_and_outputs_their_beginning(

@@ -154,10 +154,10 @@ def test_a_budget_beyond_the_limit_is_a_usage_error(tmp_path: Path) -> None:
 
 def test_a_file_without_a_trace_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text("\n\n")
-    assert "holds no recorded output: expected are `messages`" in refused(tmp_path / "t.jsonl")
+    assert "holds no recorded output: expected keys are `messages`" in refused(tmp_path / "t.jsonl")
     (tmp_path / "t.jsonl").write_text('{"body": "x", "id": 1}\n')
     assert "skipped: 1 no conversation (first: " in refused(tmp_path / "t.jsonl")
-    assert "its keys are 'body', 'id': expected are" in refused(tmp_path / "t.jsonl")
+    assert "its keys are 'body', 'id': expected keys are" in refused(tmp_path / "t.jsonl")
 
 
 def test_a_log_without_an_answer_is_said_to_have_none(tmp_path: Path) -> None:
