@@ -243,7 +243,7 @@ def test_what_is_learned_is_drafted_from_and_kept(
 def test_a_folder_learns_in_one_process_at_a_time(
     language_model: LanguageModel, learning: LearningSpeculator, head: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(HeadFileError, match="another process trains a head there"):
+    with pytest.raises(HeadFileError, match="another process is training a head there"):
         LearningSpeculator(head, tmp_path / "learned", language_model.model)
     learning.close()
     learning.close()
