@@ -449,7 +449,7 @@ def hybrid(kind: str = "GDN_ATTN", mode: str = "none", **given: Any) -> Any:
     [
         (hybrid(), "leave out speculative_config, or set always_propose"),
         (hybrid("MAMBA2", always_propose=True), "layers of MAMBA2"),
-        (hybrid(mode="align", always_propose=True), "tested with mamba_cache_mode 'none' alone"),
+        (hybrid(mode="align", always_propose=True), "only tested with mamba_cache_mode 'none'"),
     ],
 )
 def test_a_model_with_a_recurrent_state_is_refused_at_the_start(model: Any, message: str) -> None:
