@@ -211,7 +211,7 @@ class TreePasses:
     def _verify_or_read(self, token: int, tree: DraftTree) -> None:
         """Read a token with a tree after it; without the tree if the engine fails on it."""
         began_s = perf_counter()
-        if self._llm._requires_eval:  # noqa: SLF001  the memory may be from a saved state
+        if self._llm._requires_eval:  # noqa: SLF001  the memory may be one that was loaded
             self.forget()
         self._settle()
         self.refusal = None
