@@ -101,7 +101,7 @@ class Sums:
         return _paces(self.step_tokens, self.steps, self._draws())
 
     def _draws(self) -> NDArray[np.float64]:
-        """Return float64[DRAWS, G], how often each sample has each group, for all contenders alike."""
+        """Return float64[DRAWS, G], how often each group is in each sample, for all contenders."""
         count = len(self.seconds)
         rng = np.random.default_rng(_SEED)
         drawn: NDArray[np.int64] = rng.multinomial(count, np.full(count, 1 / count), size=DRAWS)
