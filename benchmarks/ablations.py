@@ -1,9 +1,9 @@
-"""What each source, table and idea is worth: tokens per step without it.
+"""Ablations: tokens per step without each source, table and idea of the drafter.
 
     python -m benchmarks.ablations --workload NAME=TRACES[,warm=FILE]...[,index=DIRECTORY]...
 
-Recordings are replayed once with everything, and once for each part without that part alone. Parts
-overlap: what one would have found another often finds as well, so losses do not add up.
+Recordings are replayed once with all parts, and once without each single part. Parts overlap: if
+one part is missing, another often finds the same tokens. So the losses do not add up.
 """
 
 import json
@@ -37,7 +37,7 @@ _NOWHERE: Final = np.array([-1] + [0] * (TRAIL_SIZE - 1))
 _SHORT: Final = 4  # matches of fewer tokens are short
 
 Removal = Callable[[Databases], None]
-"""Makes a part of a sequence's databases empty, before each draft."""
+"""Empties a part of a sequence's databases before each draft."""
 
 console = Console(stderr=True)
 
@@ -96,7 +96,7 @@ _corpora: dict[tuple[int, bool, bool], tuple[Corpus, Corpus]] = {}
 
 
 def _turn_to(databases: Databases, *, has_segments: bool, has_tables: bool) -> None:
-    """Draft from the corpus in part."""
+    """Draft only from a part of the corpus."""
     whole = databases.corpus
     if any(whole is part for part, _ in _corpora.values()):
         return
@@ -109,7 +109,7 @@ def _turn_to(databases: Databases, *, has_segments: bool, has_tables: bool) -> N
 
 
 def _with_all(_: Databases) -> None:
-    """Take out nothing."""
+    """Remove nothing."""
 
 
 PARTS: Final[Mapping[str, Removal]] = {
@@ -133,8 +133,8 @@ class Without(Predictor):
     """A predictor that drafts without a part of the databases.
 
     Args:
-        removal: makes that part empty.
-        learns: whether weights move.
+        removal: empties that part.
+        learns: whether the weights are trained.
     """
 
     def __init__(self, removal: Removal, *, learns: bool) -> None:

@@ -1,8 +1,7 @@
-"""Compares our drafter with our readings of its peers' rules, at the same budgets, in one run.
+"""Compares our drafter with our implementations of published rules, at equal budgets, in one run.
 
-Every drafter begins each replay with the same generations and indexes, and no others. Recordings
-are tokenised once. Without a workload, a small one is made from the standard library of this
-interpreter.
+Every drafter starts each replay with the same stored outputs and indexes. Recordings are tokenised
+once. Without a workload, a small one is made from the standard library of this interpreter.
 """
 
 import datetime as dt

@@ -1,4 +1,4 @@
-"""Writing down what a comparison measured: JSON, a table for people, and a plot."""
+"""Writing the figures of a comparison as JSON, as tables in Markdown, and as a plot."""
 
 import json
 import os
@@ -24,14 +24,14 @@ class Measurement:
     """One drafter on one workload at one budget.
 
     Attributes:
-        workload: its name.
-        drafter: its name.
-        budget: nodes that each tree might have.
-        tokens_per_step: mean, the model's own token included.
-        nodes_per_step: mean.
-        draft_us_p50: microseconds of a draft, median; None for our readings of others' rules,
-            whose times are not those of the others' programs.
-        draft_us_p99: the same, 99th percentile.
+        workload: name of the workload.
+        drafter: name of the drafter.
+        budget: largest number of nodes in a tree.
+        tokens_per_step: mean number of tokens per step, including the model's own token.
+        nodes_per_step: mean number of nodes per step.
+        draft_us_p50: median microseconds of a draft; None for our implementations of published
+            rules, because the authors' programs take other times.
+        draft_us_p99: 99th percentile of the microseconds of a draft; None as `draft_us_p50`.
     """
 
     workload: str
@@ -56,8 +56,8 @@ class Comparison:
 
     Attributes:
         circumstances: machine, versions and load.
-        workloads: what each was made of.
-        measurements: in the order in which they were made.
+        workloads: contents of each workload.
+        measurements: the measurements, in the order in which they were made.
     """
 
     circumstances: dict[str, Any]
@@ -74,7 +74,7 @@ class Comparison:
         return paths
 
     def as_markdown(self) -> str:
-        """Return a table for each workload, a row for each drafter, a column for each budget."""
+        """Return a table for each workload, with rows for drafters and columns for budgets."""
         stated = ", ".join(f"{name} {value}" for name, value in self.circumstances.items())
         parts = [f"{_OPENING} {stated}."]
         for workload in _names(self.measurements, "workload"):
@@ -87,7 +87,7 @@ class Comparison:
         return "\n".join(parts) + "\n"
 
     def plot(self, path: Path) -> None:
-        """Draw tokens per step, and below them our own microseconds, against the budget."""
+        """Draw tokens per step, and below them microseconds of our drafts, against the budget."""
         from matplotlib.figure import Figure  # noqa: PLC0415  (loading it takes a second)
 
         workloads = _names(self.measurements, "workload")
@@ -110,7 +110,7 @@ class Comparison:
 
 
 def circumstances() -> dict[str, Any]:
-    """Return the machine, the versions and how busy the machine is."""
+    """Return the machine, the versions and the load of the machine."""
     return {
         "machine": platform.machine(),
         "cores": os.cpu_count(),
@@ -121,7 +121,7 @@ def circumstances() -> dict[str, Any]:
 
 
 def describe(workload: Workload) -> dict[str, Any]:
-    """Return what a workload is made of."""
+    """Return the contents of a workload."""
     return {
         "name": workload.name,
         "traces": len(workload.traces),
@@ -159,5 +159,5 @@ def _draw(axes: Any, rows: Sequence[Measurement], figure: str, title: str) -> No
 
 
 def _names(rows: Iterable[Measurement], attribute: str) -> list[Any]:
-    """Return the values of an attribute, each once, in order of appearance."""
+    """Return the distinct values of an attribute, in order of appearance."""
     return list(dict.fromkeys(getattr(row, attribute) for row in rows))

@@ -1,8 +1,8 @@
-"""From a corpus to faster decoding, end to end: what `make demo` runs.
+"""The program of `make demo`: from a corpus to faster decoding, end to end.
 
-Indexes the standard library of this interpreter, serves the index over gRPC, and has a model
-complete, rewrite and explain code, plainly (`model.generate`) and with drafts from the service.
-Float32, greedy: the outputs must be identical.
+It indexes the standard library of this interpreter and serves the index over gRPC. Then a model
+completes, rewrites and explains code, plainly (`model.generate`) and with drafts from the service.
+Decoding is greedy and in float32, so the outputs must be identical.
 """
 
 import json
@@ -48,13 +48,13 @@ console = Console(stderr=True)
 
 @dataclass(frozen=True)
 class Task:
-    """What the model is asked to do.
+    """A task for the model.
 
     Attributes:
         kind: complete, rewrite or answer.
-        name: what it is about.
-        prompt: what the model is given.
-        is_chat: whether it is a user's message, or a text to go on from.
+        name: subject of the task.
+        prompt: prompt for the model.
+        is_chat: whether the prompt is a user's message; otherwise it is a text to continue.
     """
 
     kind: str
@@ -64,20 +64,20 @@ class Task:
 
 
 def from_line(module: str, beginning: str, num_lines: int) -> str:
-    """Return lines of a module of the standard library, from the one that begins so."""
+    """Return lines of a standard library module, from the line that starts with `beginning`."""
     text = (STDLIB / f"{module}.py").read_text()
     return "\n".join(text[text.index(f"\n{beginning}") + 1 :].splitlines()[:num_lines])
 
 
 def up_to(module: str, definition: str, num_lines: int) -> str:
-    """Return the end of a module's text up to a definition, its first line included."""
+    """Return the end of a module's text up to the first line of a definition."""
     text = (STDLIB / f"{module}.py").read_text()
     before = text[: text.index(definition) + len(definition)]
     return "\n".join(before.splitlines()[-num_lines:])
 
 
 def tasks() -> list[Task]:
-    """Return the tasks, of each kind in turn."""
+    """Return the tasks; the kinds take turns."""
     return [
         Task("complete", "bisect", up_to("bisect", "def bisect_right(", 30), False),
         Task(
@@ -99,7 +99,7 @@ def tasks() -> list[Task]:
 
 
 def build_index() -> None:
-    """Index the standard library, unless that has been done and the index is of use."""
+    """Index the standard library, unless there already is a usable index."""
     with suppress(IndexerError):
         Index.open(INDEX).close()
         return
@@ -117,7 +117,7 @@ def build_index() -> None:
 
 @contextmanager
 def draft_service() -> Iterator[str]:
-    """Serve the index from a process of its own; give its address."""
+    """Serve the index from a separate process, and yield its address."""
     with tempfile.TemporaryDirectory() as folder:
         address = f"unix:{folder}/drafts.sock"
         command = [sys.executable, "-m", "retriever", "serve"]
@@ -137,7 +137,7 @@ def draft_service() -> Iterator[str]:
 def run(
     ways: dict[str, Contender], language_model: LanguageModel, task: Task, order: tuple[str, str]
 ) -> dict[str, Any]:
-    """Do one task in both ways, in this order, and return the figures."""
+    """Do one task plainly and with drafts, in the given order, and return the figures."""
     if task.is_chat:
         prompt = language_model.encode(task.prompt)
     else:
@@ -158,7 +158,7 @@ def run(
 
 
 def pace_in_words(row: dict[str, Any]) -> str:
-    """Return what drafts did for one task."""
+    """Return one line with the effect of drafts on a task."""
     return (
         f"{row['plain_tokens_per_s']:6.1f} tokens/s plainly, {row['tokens_per_s']:5.1f} with "
         f"drafts: {row['ratio']:.2f}x"
@@ -166,7 +166,7 @@ def pace_in_words(row: dict[str, Any]) -> str:
 
 
 def print_table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> None:
-    """Print the figures for people."""
+    """Print the figures as a table."""
     title = f"{facts['model']}, {facts['dtype']}, {facts['machine']['num_cpus']} cores, greedy"
     caption = (
         "plain, draft: tokens/s; tok: per step; context to own: drafted tokens accepted\n"

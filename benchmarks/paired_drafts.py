@@ -1,12 +1,12 @@
-"""Times drafts of two checkouts in turns on the same recordings, and compares their trees.
+"""Times the drafts of two checkouts alternately on the same recordings, and compares their trees.
 
     python -m benchmarks.paired_drafts --against ../before --workload NAME=TRACES,index=DIRECTORY
 
-Each checkout has a process. A recording is replayed by one and then by the other, the next by the
-other first: whatever else the machine does falls on both. What is reported is the ratio of their
-medians for each recording, and the median of these ratios. `--batch` puts so many recordings into
-one step, as an engine does. With `--cold` the caches of the processor are flushed before each step,
-opening and ending, as behind a pass of a model.
+Each checkout has its own process. Both replay each recording, one after the other, and take turns
+to go first. So other load on the machine affects both. The report has the ratio of their medians
+for each recording, and the median of these ratios. `--batch` puts several recordings into one step,
+as an engine does. With `--cold`, the processor's caches are flushed before each step, start and end
+of a sequence, as a pass of a model would do.
 """
 
 import json
@@ -42,7 +42,7 @@ def main(  # noqa: PLR0913, PLR0917  (options of a command)
     cold: Annotated[bool, typer.Option("--cold", help="Flush caches before each step.")] = False,  # noqa: FBT002
     output: Annotated[Path | None, typer.Option(help="Where to write JSON.")] = None,
 ) -> None:
-    """Time drafts of this checkout and of another one in turns."""
+    """Time the drafts of this checkout and of another one alternately."""
     counts = threads.split(",") if threads else ["", ""]
     results = []
     for stated in workload:
@@ -74,7 +74,7 @@ def main(  # noqa: PLR0913, PLR0917  (options of a command)
 
 
 def _rounds(workers: dict[str, "subprocess.Popen[str]"]) -> Iterator[dict[str, Any]]:
-    """Have each recording replayed by both, in turns; yield what both measured."""
+    """Let both replay each recording alternately, and yield the measurements of both."""
     for each in workers.values():
         _answer(each)  # once it is warm
     number = 0
@@ -128,7 +128,7 @@ def _summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 @contextmanager
 def _worker(root: Path, stated: tuple[object, ...]) -> Iterator["subprocess.Popen[str]"]:
-    """Start a process that replays with the drafter of a checkout; what is stated is `serve`'s."""
+    """Start a process that replays with a checkout's drafter; it gets the options of `serve`."""
     arguments = [str(each) for each in stated]
     process = subprocess.Popen(
         [sys.executable, "-P", __file__, *arguments],
@@ -146,7 +146,7 @@ def _worker(root: Path, stated: tuple[object, ...]) -> Iterator["subprocess.Pope
 
 
 def serve(workload: str, budget: int, batch: int, limit: int, cold: int, threads: str) -> None:  # noqa: PLR0913, PLR0917  (a command line)
-    """Replay recordings by number, as standard input asks; uses the checkout on the path only."""
+    """Replay the recordings whose numbers come on standard input, with the checkout on the path."""
     from benchmarks.workloads import WorkloadFiles  # noqa: PLC0415
     from retriever.sessions.embedded import EmbeddedDrafter  # noqa: PLC0415
     from retriever.traces.traces import ChatEncoder  # noqa: PLC0415
@@ -169,9 +169,9 @@ def serve(workload: str, budget: int, batch: int, limit: int, cold: int, threads
 def _replay(
     drafter: Any, name: str, traces: list[Any], budget: int, *, is_cold: bool
 ) -> dict[str, Any]:
-    """Replay recordings together until the first of them ends; return times and a check sum.
+    """Replay recordings together until the first of them ends; return times and a checksum.
 
-    A step is `draft` and reading what a verifier needs of the trees.
+    A step is a call of `draft`, and reading the parts of the trees that a verifier needs.
     """
     from retriever.drafter import DraftRequest  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""Corpora of any size: documents as they are, then synthetic ones stitched together from them."""
+"""Corpora of any size: given documents, then synthetic documents stitched together from them."""
 
 import gzip
 import json
@@ -20,23 +20,23 @@ from retriever.errors import RetrieverError
 MIN_SPAN_WORDS: Final = 20
 MAX_SPAN_WORDS: Final = 60
 SPANS: Final = 10
-"""In each synthetic document: some four hundred words."""
+"""Spans in each synthetic document, which make about four hundred words."""
 
 _WORD: Final = re.compile(r"\S+\s*")
 
 
 class NoTextError(RetrieverError):
-    """A corpus holds no text."""
+    """A corpus contains no text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a corpus came to.
+    """The size of a corpus.
 
     Attributes:
-        documents: in all.
-        synthetic_documents: those that were stitched together.
-        synthetic_share: their share of all characters.
+        documents: number of all documents.
+        synthetic_documents: number of documents that were stitched together.
+        synthetic_share: share of the characters in these documents.
     """
 
     documents: int
@@ -45,11 +45,11 @@ class Written:
 
 
 def read_texts(path: Path) -> list[str]:
-    """Return the documents of a file that have words in them.
+    """Return the documents of a file that contain words.
 
     Raises:
         SourceError: there is no such file.
-        NoTextError: it holds no text.
+        NoTextError: the file contains no text.
     """
     tally = BuildTally()
     options = SourceOptions()
@@ -64,13 +64,13 @@ def read_texts(path: Path) -> list[str]:
 def stitch(documents: Sequence[str], seed: int) -> Iterator[str]:
     """Yield synthetic documents without end, the same ones for the same seed.
 
-    Each is ten spans of 20 to 60 words, every span of another random document and from a random
-    word on, with the white space that stood between its words. A document of fewer words is taken
-    whole.
+    Each has ten spans of 20 to 60 words. Every span comes from another random document and starts
+    at a random word. It keeps the white space between its words. A document with fewer words is
+    used as a whole.
 
     Args:
-        documents: where spans are taken from; at least one, and words in each.
-        seed: of all that is random.
+        documents: source of the spans; at least one document, and each contains words.
+        seed: seed of the random numbers.
     """
     rng = np.random.default_rng(seed)
     edges = [_edges(document) for document in documents]
@@ -85,25 +85,25 @@ def stitch(documents: Sequence[str], seed: int) -> Iterator[str]:
 
 
 def _edges(document: str) -> "array[int]":
-    """Return where words begin, and the end of the last."""
+    """Return the start of each word, and the end of the last word."""
     return array("L", [*(word.start() for word in _WORD.finditer(document)), len(document)])
 
 
 def _span(document: str, edges: "array[int]", num_words: int, place: float) -> str:
-    """Return words of a document; `place`, in [0, 1), says from which of those that will do."""
+    """Return a span of words; `place`, in [0, 1), selects one of the possible starts."""
     begin = int(place * max(1, len(edges) - num_words))
     end = min(begin + num_words, len(edges) - 1)
     return document[edges[begin] : edges[end]].rstrip()
 
 
 def write_corpus(path: Path, documents: Sequence[str], num_characters: int, seed: int) -> Written:
-    """Write JSON lines (gzip) until there are so many characters of text.
+    """Write JSON lines (gzip) until there are `num_characters` characters of text.
 
     Args:
-        path: of the file, `.jsonl.gz`.
-        documents: the first ones are written, all if need be, and then synthetic ones.
-        num_characters: the document that reaches this number is the last.
-        seed: of the synthetic documents.
+        path: path of the file, `.jsonl.gz`.
+        documents: documents to write first; if they are too few, synthetic ones follow.
+        num_characters: number of characters; the document that reaches it is the last.
+        seed: seed of the synthetic documents.
     """
     characters = Counter[bool]()
     num_documents = Counter[bool]()
@@ -119,7 +119,7 @@ def write_corpus(path: Path, documents: Sequence[str], num_characters: int, seed
 
 
 def _texts(documents: Sequence[str], seed: int) -> Iterator[tuple[str, bool]]:
-    """Yield texts without end, and of each whether it is synthetic."""
+    """Yield texts without end, each with whether it is synthetic."""
     for document in documents:
         yield document, False
     for document in stitch(documents, seed):

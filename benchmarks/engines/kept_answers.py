@@ -15,9 +15,9 @@ def kept_answers(
     """Return the token ids that an engine answers prompts with.
 
     Args:
-        path: a file of JSON where answers are kept, each as soon as it is there; `None` for none.
-        prompts: what is answered.
-        answer: gives the new tokens for a prompt's text, where the file has none.
+        path: JSON file that stores each answer as soon as it is complete; `None` for no file.
+        prompts: the prompts.
+        answer: returns the new tokens for a prompt's text; called if the file lacks them.
     """
     is_kept = path is not None and path.exists()
     kept: dict[str, list[int]] = json.loads(path.read_text("utf-8")) if is_kept and path else {}
@@ -30,13 +30,13 @@ def kept_answers(
 
 
 class KeptRuns:
-    """Runs of the prompts that were decoded, by the ways in which they were.
+    """Runs of decoded prompts, by method.
 
     Args:
-        path: a file of JSON where they are kept, prompt by prompt; `None` for none.
+        path: JSON file that stores the runs, prompt by prompt; `None` for no file.
 
     Attributes:
-        done: prompt's text to its runs, by the name of the way.
+        done: runs by the text of the prompt, and then by the name of the method.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -47,11 +47,11 @@ class KeptRuns:
                 self.done[text] = {name: Run(*run) for name, run in runs.items()}
 
     def outputs_of(self, way: str) -> list[list[int]]:
-        """Return what a way made of its prompts, in order: what its drafter has seen."""
+        """Return the outputs of a method, in order; its drafter has seen these."""
         return [runs[way].token_ids for runs in self.done.values() if way in runs]
 
     def add(self, text: str, runs: Mapping[str, Run]) -> None:
-        """Keep runs of a prompt, in addition to those that it has."""
+        """Store runs of a prompt, in addition to its earlier runs."""
         self.done[text] = {**self.done.get(text, {}), **runs}
         if self._path is not None:
             rows = {

@@ -1,4 +1,4 @@
-"""Which settings of transformers' prompt lookup are the best, found without running a model."""
+"""The search for the best settings of transformers' prompt lookup, without running a model."""
 
 from collections.abc import Sequence
 from itertools import takewhile
@@ -8,18 +8,18 @@ import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 Lookup = tuple[int, int]
-"""Settings: tokens that it proposes, longest n-gram that it looks for."""
+"""Settings of prompt lookup: number of tokens that it proposes, and its longest n-gram."""
 
 
 def tokens_per_step(
     lookups: Sequence[Lookup], prompts: Sequence[list[int]], outputs: Sequence[list[int]]
 ) -> dict[Lookup, float]:
-    """Return the tokens per step that each setting brings for recorded outputs.
+    """Return the tokens per step of each setting on recorded outputs.
 
     Args:
         lookups: the settings.
-        prompts: token ids.
-        outputs: token ids, greedy: no setting changes them.
+        prompts: token ids of the prompts.
+        outputs: token ids of the greedy outputs, which no setting changes.
     """
     num_tokens = sum(map(len, outputs))
     pairs = list(zip(prompts, outputs, strict=True))
@@ -30,12 +30,12 @@ def tokens_per_step(
 
 
 def num_lookup_steps(lookup: Lookup, prompt: list[int], output: list[int]) -> int:
-    """Return in how many steps prompt lookup makes an output, by replaying transformers' own.
+    """Return the number of steps of prompt lookup for an output, by replaying transformers' code.
 
     Args:
-        lookup: tokens that it proposes, longest n-gram that it looks for.
-        prompt: token ids.
-        output: token ids.
+        lookup: number of tokens that it proposes, and its longest n-gram.
+        prompt: token ids of the prompt.
+        output: token ids of the output.
     """
     tokens, end, steps = [*prompt], len(prompt) + len(output), 0
     finder = PromptLookupCandidateGenerator(None, *lookup, max_length=end)

@@ -1,4 +1,4 @@
-"""Running `model.generate` of transformers in several ways, and counting the target's passes."""
+"""Runs `model.generate` of transformers with several methods, and counts the target's passes."""
 
 import time
 from dataclasses import dataclass, field
@@ -14,12 +14,12 @@ from decoder.sampling.stated import without_own_settings
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A way of decoding: `model.generate` with some options.
+    """A method of decoding: `model.generate` with some options.
 
     Attributes:
-        name: for people.
-        whose: whose way it is.
-        settings: of the generation config.
+        name: name in the report.
+        whose: kind of the method.
+        settings: settings of the generation config.
         options: further options of `model.generate`.
     """
 
@@ -33,11 +33,11 @@ class Contender:
 class Engine:
     """The model of all contenders.
 
-    Its passes are counted by one hook for as long as it lives: a model that gets another one is
-    checked anew by `Foredraft`, which takes passes, too.
+    One permanent hook counts its passes. A new hook would make `Foredraft` check the model again,
+    and that check runs passes too.
 
     Attributes:
-        language_model: it.
+        language_model: the model.
         max_new_tokens: most tokens for each prompt.
     """
 

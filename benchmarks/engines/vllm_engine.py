@@ -1,6 +1,6 @@
-"""One vLLM engine in a process of its own: warmed with prompts, then measured with others.
+"""One vLLM engine in its own process, which answers warm-up prompts and then measures others.
 
-`in_vllm` starts it: a job comes as JSON on standard input, what was done goes to a file.
+`in_vllm` starts it. It reads a job as JSON from standard input, and writes its results to a file.
 """
 
 import json
@@ -16,7 +16,7 @@ _WARM_UP: Final = 4
 
 
 def answer(llm: Any, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
-    """Decode prompts many at a time, as traffic does; return what was generated, in order."""
+    """Decode prompts many at a time, like real traffic; return the outputs in order."""
     engine = llm.llm_engine
     for number, prompt in enumerate(prompts):
         engine.add_request(f"warm-{number}", {"prompt_token_ids": prompt}, _greedy(max_tokens))
@@ -29,7 +29,7 @@ def answer(llm: Any, prompts: Sequence[list[int]], max_tokens: int) -> list[list
 
 
 def run(llm: Any, prompt: list[int], max_tokens: int) -> dict[str, Any]:
-    """Decode one prompt alone and count the engine's steps, the prompt's included."""
+    """Decode one prompt alone and count the engine's steps, including the prompt's step."""
     engine = llm.llm_engine
     start_s, num_steps, tokens = time.perf_counter(), 0, []
     engine.add_request("measured", {"prompt_token_ids": prompt}, _greedy(max_tokens))
@@ -44,7 +44,7 @@ def run(llm: Any, prompt: list[int], max_tokens: int) -> dict[str, Any]:
 def at_once(
     llm: Any, prompts: Sequence[list[int]], max_tokens: int, num_running: int
 ) -> dict[str, Any]:
-    """Decode prompts, so many at a time; return what was generated, in what time and how."""
+    """Decode prompts, `num_running` at a time; return the outputs, the time and vLLM's figures."""
     engine, waiting = llm.llm_engine, list(enumerate(prompts))
     answers: dict[str, list[int]] = {}
     before, start_s, num_steps, num_unfinished = figures(llm), time.perf_counter(), 0, 0
@@ -78,7 +78,7 @@ def figures(llm: Any) -> dict[str, float]:
 
 
 def main(job: dict[str, Any]) -> dict[str, Any]:
-    """Do a job: warm, then measure prompts one by one, or `num_running` of them at once."""
+    """Do a job: warm up, then measure prompts one by one, or `num_running` of them at once."""
     from vllm import LLM  # noqa: PLC0415  takes seconds, and reads the environment
 
     llm = LLM(

@@ -1,7 +1,7 @@
-"""What settings of vLLM's own methods, and of ours, bring: replayed on outputs, without a model.
+"""Replays of vLLM's own methods and of ours on recorded outputs, without a model.
 
-A draft changes no greedy output, so the steps that a method would have taken follow from the
-output alone. The methods are vLLM's own code, called as vLLM calls it.
+A draft changes no greedy output, so the output alone determines the steps of a method. The methods
+are vLLM's own code, and are called as vLLM calls them.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from retriever.sessions.embedded import EmbeddedDrafter
 Tokens = list[int]
 Settings = tuple[float, ...]
 Propose = Callable[[TokenIds, int], Sequence[int]]
-"""Proposes tokens after int32[n], of which so many at the end are new."""
+"""Proposes tokens after a sequence, int32[n]; the number is how many of its last tokens are new."""
 
 NGRAM: Final = tuple(
     each for each in product((5, 8, 16, 32), (1, 2, 3, 5), (1, 2, 3, 5)) if each[1] <= each[2]
@@ -32,8 +32,8 @@ class Texts:
     """Prompts with their outputs.
 
     Attributes:
-        warm: pairs that came before.
-        measured: pairs that are replayed.
+        warm: earlier pairs, which methods may draft from.
+        measured: pairs to replay.
     """
 
     warm: Sequence[tuple[Tokens, Tokens]]
@@ -41,7 +41,7 @@ class Texts:
 
 
 def num_steps(propose: Propose, prompt: Tokens, output: Tokens) -> int:
-    """Return the steps that an output takes, the prompt's included."""
+    """Return the number of steps for an output, including the prompt's step."""
     sequence = np.array(prompt + output, np.int32)
     done, steps, num_new = 1, 1, 1
     while done < len(output):
@@ -72,7 +72,7 @@ def ngram(texts: Texts, num_tokens: int, shortest: int, longest: int) -> float:
 
 
 def suffix(texts: Texts, num_tokens: int, depth: int, factor: float, probability: float) -> float:
-    """Return tokens per step of vLLM's `suffix`, its cache holding the warm outputs."""
+    """Return tokens per step of vLLM's `suffix`, with the warm-up outputs in its cache."""
     from arctic_inference.suffix_decoding import SuffixDecodingCache  # noqa: PLC0415  as above
 
     cache: Any = SuffixDecodingCache(max_tree_depth=depth, max_cached_requests=10_000)
@@ -102,7 +102,7 @@ def suffix(texts: Texts, num_tokens: int, depth: int, factor: float, probability
 
 
 def ours(texts: Texts, indexes: Sequence[Path], num_tokens: int, budget_nodes: int) -> float:
-    """Return tokens per step of our drafts, which remember the warm outputs."""
+    """Return tokens per step of our drafts, with the warm-up outputs stored."""
     drafter = EmbeddedDrafter.open_indexes(indexes)
     for number, (prompt, output) in enumerate(texts.warm):
         drafter.open(f"warm-{number}", prompt)

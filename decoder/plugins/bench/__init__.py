@@ -1,4 +1,4 @@
-"""Measuring against decoding without drafts: the command `bench`."""
+"""The command `bench`: it measures decoding with drafts against decoding without them."""
 
 from indexer.launch import Command
 
@@ -7,6 +7,6 @@ COMMAND = Command(
     "decode",
     "decoder.plugins.bench.bench_cli",
     "decoder",
-    "Measure against decoding without drafts.",
+    "Measure how much faster drafts make decoding.",
     plugins=("decoder.plugins.contenders",),
 )

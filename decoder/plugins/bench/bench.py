@@ -1,4 +1,4 @@
-"""Measures ways of decoding side by side, on the same prompts in one run."""
+"""Measures contenders side by side, on the same prompts in one run."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -27,10 +27,11 @@ from indexer.errors import TokenizerError
 WARM_UP_TEXT: Final = "Count from one to ten."
 
 _ROUNDS: Final = 2
-"""Prompts per place in a group, so that places are refilled as under continuous load."""
+"""Prompts in a group for each of its places, so that places are refilled as in continuous use."""
 
 _FEW_GROUPS: Final = 4
-"""With fewer groups an interval would be meaningless: a group then has one prompt per place."""
+"""Fewest groups for a useful interval. If larger groups are too few, a group has one prompt per
+place."""
 
 Case = TypeVar("Case")
 
@@ -64,16 +65,16 @@ class BenchOptions:
     Attributes:
         max_new_tokens: most tokens for each prompt.
         repeat: number of rounds; the fastest run of each contender on a prompt counts. Each round
-            starts with fresh drafters, so that none drafts from its own earlier answer to a prompt.
-        warm: prompts that are answered first, so that drafters have answers to draft from. Prompts
-            that are also measured are left out.
-        warm_limit: most prompts of `warm`.
-        both_turns: whether the user's next message is also answered, after the plain answer, for
-            prompts that are decoded one by one.
-        settings: settings of the contenders; those that differ only in the seed are pooled.
+            starts with fresh drafters, so none of them drafts from its own answer to a prompt.
+        warm: prompts to answer first, which gives drafters answers to draft from. Prompts that are
+            also measured are left out.
+        warm_limit: largest number of prompts from `warm`.
+        both_turns: whether to answer the user's next message too, after the plain answer. This
+            needs prompts that are decoded one by one.
+        settings: settings of the contenders; settings that differ only in the seed are pooled.
         widths: numbers of prompts at a time; each is measured separately.
-        is_judged: whether outputs are compared at the end with those of `model.generate` for each
-            prompt alone, if rounding leaves them the same: in float32 and with greedy decoding.
+        is_judged: whether to compare outputs at the end with those of `model.generate` for each
+            prompt alone. This needs float32 and greedy decoding, where rounding changes only ties.
     """
 
     max_new_tokens: int
@@ -100,7 +101,7 @@ class Heat:
 
     @property
     def unit(self) -> str:
-        """The unit that all contenders decode in turn."""
+        """The unit that all contenders decode in turn: a prompt, or a group of prompts."""
         return "prompt" if self.parallel == 1 else "group"
 
     def __str__(self) -> str:
@@ -119,9 +120,9 @@ class Round:
     Attributes:
         turns: number of turns of each group, in the order of decoding.
         num_refused: number of prompts that do not fit the model.
-        warm: number of prompts answered first and of their tokens.
+        warm: number of warm-up prompts, and of tokens in their answers.
         surface: costs of passes; `None` if they were not measured.
-        comparisons: one for each turn of the finished groups, which are the first ones.
+        comparisons: comparisons for each turn of the finished groups, in the order of decoding.
     """
 
     turns: Sequence[int]
@@ -142,7 +143,7 @@ class Round:
 
     @property
     def skipped(self) -> int:
-        """Number of prompts that do not fit the model, and of missing turns of finished groups."""
+        """Number of prompts that do not fit the model, plus missing turns of finished groups."""
         return self.num_refused + sum(self.turns[: self.num_done]) - len(self.comparisons)
 
 
@@ -151,11 +152,11 @@ def unwatched(_stage: str, _over: float, _told: str, /) -> None:
 
 
 class Benchmark:
-    """Compares contenders under each setting and at each width and reports the circumstances.
+    """Compares contenders under each setting and at each width, and reports the circumstances.
 
-    All contenders decode each group of prompts in turn, so that a group's ratios are measured at
-    about the same time. A group is one prompt if prompts are decoded one by one, otherwise enough
-    prompts to fill all places. Drafters are kept from group to group, as in real use: they may
+    All contenders decode each group of prompts in turn. So the figures of a group are measured at
+    about the same time. A group is one prompt if prompts are decoded one by one, else enough
+    prompts to fill all places. The same drafters decode all groups, as in real use, so they may
     draft from their outputs for earlier groups.
 
     Args:
@@ -163,7 +164,7 @@ class Benchmark:
         opened: opens the contenders.
         prompts: the prompts to decode.
         options: options of the benchmark.
-        watcher: receives the progress.
+        watcher: called with the progress.
         plain: known outputs of `model.generate` for single prompts, by the prompts' tokens.
     """
 
@@ -197,12 +198,12 @@ class Benchmark:
         return any(each.comparisons for rounds in self._rounds.values() for each in rounds)
 
     def run(self) -> None:
-        """Go through all prompts in each round of each setting and width.
+        """Decode all prompts in each round of each setting and width.
 
-        Measurements from before an exception, such as Ctrl-C, can be reported.
+        After an exception such as Ctrl-C, the measurements so far can be reported.
 
         Raises:
-            InvalidPromptError: too few of the prompts fit the model for any width.
+            InvalidPromptError: too few prompts fit the model, even for the smallest width.
         """
         options = self._options
         heats = [Heat(setting, width) for setting in options.settings for width in options.widths]
@@ -217,23 +218,23 @@ class Benchmark:
         self._is_over = True
 
     def report(self) -> dict[str, Any]:
-        """Return the measurements so far, of at least one group.
+        """Return the measurements so far; at least one group must be measured.
 
-        For a setting and width whose rounds were all interrupted, the finished groups count; for
-        others, only complete rounds.
+        For each setting and width, only complete rounds count. If there are none, the finished
+        groups of the first round count.
 
         Returns:
-            JSON values. `settings` lists each setting with its `widths`: the figures of
-            `standings`, the numbers of prompts and groups, and how many of the `num_answers`
-            answers of all rounds are, for each contender, `identical` to those of `compared_with`.
-            `below_one` lists ratios in which one of our contenders loses; `exactness` says where
-            outputs that should be the same differ, and by how much; `left_out` lists widths with
-            too few prompts. `overall` and `categories` are our own decoder's figures under the
-            first setting, if the default contenders are measured. `skipped` counts the prompts that
-            do not fit the model. If not everything was measured, `interrupted` is true and
-            `interrupted_at` describes the current round: `where`, in words, how many of a `unit`
-            were `done` `of` how many, and whether these are `counted`. The rest is what figures
-            depend on.
+            JSON values. `settings` lists each setting with its `widths`. Each width has the figures
+            of `standings` and the numbers of prompts and groups. `num_answers` is the number of
+            answers in all rounds. For each contender, `identical` is the number of these that equal
+            the answers of `compared_with`. `below_one` lists the ratios at which one of our
+            contenders is slower. `exactness` says where outputs that should be equal differ, and by
+            how much. `left_out` lists widths with too few prompts. `overall` and `categories` have
+            our own decoder's figures under the first setting, if the default contenders are
+            measured. `skipped` is the number of prompts that do not fit the model. After an
+            interruption, `interrupted` is true and `interrupted_at` describes the current round:
+            `where` in words, how many of a `unit` were `done` and `of` how many, and whether these
+            are `counted`. The other values are the circumstances of the figures.
         """
         options, rounds = self._options, self._counted()
         first, *_ = counted_rounds = next(iter(rounds.values()))
@@ -261,7 +262,7 @@ class Benchmark:
         }
 
     def _go_through(self, lineup: Lineup, heat: Heat, turn: int) -> None:
-        """Go through all groups once: answer warm-up prompts, then decode each in every way."""
+        """Run one round: answer warm-up prompts, then decode each group with all contenders."""
         groups = self._groups_of(lineup.target, heat.parallel)
         if not groups:
             return
@@ -277,8 +278,8 @@ class Benchmark:
         shown = self._shown(groups, stage, heat.unit, lambda: _standing(found.comparisons))
         for number, group in enumerate(shown):
             answered = list(self._turns(lineup, group, heat.parallel, turn + number))
-            # All turns of a prompt are added at once: after an interruption it counts fully or not
-            # at all.
+            # All turns of a prompt are added at once. So after an interruption, the prompt counts
+            # fully or not at all.
             found.comparisons.extend([replace(each, group=number) for each in answered])
 
     def _groups_of(self, target: Target, parallel: int) -> list[Group]:
@@ -310,10 +311,11 @@ class Benchmark:
         return [each for each in cases if target.room(len(each.token_ids), wanted) == wanted]
 
     def _warm_up(self, lineup: Lineup, heat: Heat) -> dict[str, int]:
-        """Let drafting contenders answer unmeasured prompts, and let all decode once.
+        """Let drafting contenders answer the warm-up prompts, and let all contenders decode once.
 
         Returns:
-            The number of prompts and the number of tokens of one contender's answers.
+            The number of warm-up prompts, the number of tokens in one contender's answers, and the
+            number of prompts that were left out because they are measured.
         """
         parallel, measured = heat.parallel, {(p.text.strip(), p.turns) for p in self._prompts}
         others = [p for p in self._options.warm if (p.text.strip(), p.turns) not in measured]
@@ -338,10 +340,10 @@ class Benchmark:
     def _turns(
         self, lineup: Lineup, group: Group, parallel: int, number: int
     ) -> Iterator[Comparison]:
-        """Decode a group in every way, then the user's next messages after the plain answer.
+        """Decode a group with all contenders, then the user's next messages after the plain answer.
 
-        All contenders get the same prompts: the conversation continues from the answer of the
-        contender that outputs are compared with.
+        All contenders get the same prompts: the conversation continues with the answer of the
+        contender that all outputs are compared with.
         """
         model = self._language_model
         while group:
@@ -370,7 +372,7 @@ class Benchmark:
         unit: str,
         standing: Callable[[], str] = lambda: "",
     ) -> Iterator[Case]:
-        """Yield prompts or groups and report how many are done, with the current figures."""
+        """Yield prompts or groups, and report how many are done and the current figures."""
 
         def tell(number: int) -> None:
             done = f"{number} of {counted(len(cases), unit)}"
@@ -383,7 +385,7 @@ class Benchmark:
             tell(len(cases))
 
     def _decode_alone(self) -> None:
-        """Decode each prompt alone without drafts, if its output is not known or measured."""
+        """Decode each prompt alone without drafts, unless its output is known or measured."""
         greedy = self._greedy()
         measured = {
             tuple(prompt): output
@@ -405,12 +407,12 @@ class Benchmark:
 
     @property
     def _is_exact(self) -> bool:
-        """Whether outputs are judged and rounding can change only ties."""
+        """Whether outputs are compared, in a precision in which rounding can change only ties."""
         dtype = next(self._language_model.model.parameters()).dtype
         return self._options.is_judged and dtype in {torch.float32, torch.float64}
 
     def _greedy(self) -> list[tuple[int, Comparison]]:
-        """Return everything that was decoded without sampling, in every round, with its width."""
+        """Return all comparisons without sampling, of every round, with their widths."""
         return [
             (heat.parallel, comparison)
             for heat, rounds in self._rounds.items()
@@ -420,7 +422,7 @@ class Benchmark:
         ]
 
     def _counted(self) -> dict[Heat, list[Round]]:
-        """Return the rounds that count: complete ones, or the first if none is complete."""
+        """Return the rounds that count: the complete ones, or else the first round."""
         chosen = {
             heat: [each for each in rounds if each.is_whole] or rounds[:1]
             for heat, rounds in self._rounds.items()
@@ -473,7 +475,7 @@ class Benchmark:
         }
 
     def _judged_by(self, heat: Heat) -> str:
-        """Return what outputs are compared with: our own loop if rounding changes them."""
+        """Return the contender to compare outputs with: our own loop if rounding changes them."""
         return ONE_BY_ONE if self._is_exact and heat.setting.temperature == 0 else UNDRAFTED
 
     def _expected(self, compared_with: str, each: Comparison) -> list[list[int]]:
@@ -503,8 +505,8 @@ class Benchmark:
 def grouped(cases: Sequence[BenchPrompt], parallel: int) -> list[Group]:
     """Return prompts in groups that fill all places; leftover prompts are dropped.
 
-    A group has twice as many prompts as are decoded in parallel if that leaves enough groups,
-    otherwise as many. If prompts are decoded one by one, each is a group.
+    A group has twice as many prompts as are decoded in parallel, if that leaves enough groups, else
+    just as many. If prompts are decoded one by one, each prompt is a group.
     """
     size = parallel * _ROUNDS
     if parallel == 1 or len(cases) // size < _FEW_GROUPS:
@@ -515,7 +517,7 @@ def grouped(cases: Sequence[BenchPrompt], parallel: int) -> list[Group]:
 def _count_identical(
     figures: dict[str, Any], known: Sequence[tuple[Comparison, list[list[int]]]]
 ) -> None:
-    """Add to the figures how many outputs are known and how many of each contender match."""
+    """Add the number of known outputs, and how many of each contender's outputs equal them."""
     figures["num_answers"] = sum(len(expected) for _, expected in known)
     for name, each in figures["contenders"].items():
         same = (
@@ -529,8 +531,8 @@ def _count_identical(
 def reference_of(names: Iterable[str], *, is_greedy: bool = True) -> str:
     """Return the baseline for speed-up and outputs.
 
-    With sampling that is our own loop without drafts: it uses the same random numbers as our other
-    contenders, while transformers uses others.
+    With sampling, this is our own loop without drafts. It uses the same random numbers as our other
+    contenders; transformers uses different ones.
     """
     order = (PLAIN, UNDRAFTED) if is_greedy else (UNDRAFTED, PLAIN)
     given = list(names)
@@ -554,7 +556,7 @@ def fitting(
     """Return the prompts that fit the model, as tokens."""
     cases = []
     for prompt in prompts:
-        # A log may hold turns that this template refuses, such as tool turns.
+        # A log may contain turns that this chat template refuses, such as tool turns.
         with suppress(InvalidPromptError, *((TokenizerError,) if prompt.turns else ())):
             tokens = target.checked_prompt(prompt.encoded(language_model)).tolist()
             cases.append(BenchPrompt(prompt.category, tokens, prompt))
@@ -588,7 +590,7 @@ def _fastest(rounds: Sequence[Round]) -> list[Comparison]:
 
 
 def in_turn(ways: Mapping[str, Callable[[], Run]], number: int) -> dict[str, Run]:
-    """Run all ways in an order that rotates with `number`; return runs in the original order."""
+    """Run all contenders in an order that rotates with `number`; return the runs in given order."""
     names = list(ways)
     first = number % len(names)
     runs = {name: ways[name]() for name in (*names[first:], *names[:first])}
@@ -604,7 +606,7 @@ def pooled(settings: Iterable[Setting]) -> dict[Setting, list[Setting]]:
 
 
 def _below_one(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return where our contenders are slower than plain generation or undrafted decoding."""
+    """Return the ratios at which our contenders are slower than plain or undrafted decoding."""
     return [
         {
             "nodes": setting["nodes"],

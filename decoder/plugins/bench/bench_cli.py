@@ -1,6 +1,6 @@
 """The command `bench`: its options and their help.
 
-The command imports its implementation when it runs, so that help appears immediately.
+The work itself is imported only when the command runs, so `--help` answers at once.
 """
 
 from typing import Annotated
@@ -36,7 +36,7 @@ def run_bench(
         bool,
         typer.Option(
             "--contenders",
-            help="List the named contenders and exit; a checkout also has published rules.",
+            help="List the named contenders and exit. A checkout also has published rules.",
             is_eager=True,
             callback=_list_contenders,
             rich_help_panel="Contenders",
@@ -45,9 +45,9 @@ def run_bench(
 ) -> None:
     """Measure against plain generation, prompt lookup and published rules, in one run.
 
-    With --parallel, figures are by the number of prompts that share passes. In float32 every output
-    is then compared with that of its prompt alone, and the exit status is 1 if one of ours is
-    wrong. Ctrl-C ends the run with a report of the measurements so far.
+    With --parallel, figures are reported by the number of prompts that share passes. In float32,
+    every output is then compared with the output of its prompt alone. The exit status is 1 if one
+    of our outputs is wrong. Ctrl-C ends the run with a report of the measurements so far.
     """
     from decoder.plugins.bench.bench_command import measure  # noqa: PLC0415  (loads torch)
 
@@ -58,5 +58,5 @@ app = command_line("The command `bench`: its options and their help.", {"bench":
 
 
 def main() -> None:
-    """Run the command line; errors are printed in one line."""
+    """Run the command line and print errors in one line."""
     run(app)

@@ -1,4 +1,4 @@
-"""The command that measures ways of decoding side by side."""
+"""The command that measures contenders side by side."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -46,7 +46,7 @@ from retriever.predict.grammar.grammars import grammar_of
 
 
 class ContestSettings(ContestOptions):
-    """The contest options with the measurements that follow from them."""
+    """The contest options, with the names and settings that follow from them."""
 
     def names(self, drafts: DraftOptions) -> list[str]:
         """Return the contenders, which always include one to compare the others with.
@@ -88,8 +88,9 @@ class ContestSettings(ContestOptions):
 
         Raises:
             InvalidSettingsError: a contender is unknown, or a value is out of its range.
-            ContradictoryOptionsError: a contender has nothing to draft with, or would see answers
-                to the measured prompts, or seeds are given without sampling.
+            ContradictoryOptionsError: options exclude each other. For example, a contender has
+                nothing to draft with or would see answers to the measured prompts, or there are
+                seeds without sampling.
             PlotError: a plot cannot be drawn.
         """
         entries = chosen(self.names(drafts))
@@ -109,7 +110,7 @@ class ContestSettings(ContestOptions):
         """Refuse fewer prompts than are decoded at a time.
 
         Raises:
-            ContradictoryOptionsError: the message says how many there are.
+            ContradictoryOptionsError: there are too few; the message says how many.
         """
         most = max(self.parallel, default=0)
         refuse_contradictions(
@@ -134,15 +135,15 @@ class ContestSettings(ContestOptions):
             (
                 (drafts.state is not None or drafts.server) and rounds > 1,
                 (
-                    "--state and --server keep answers from round to round, which would be drafted "
-                    "from: measure one setting and width without --repeat, or leave them out"
+                    "--state and --server store answers, and the next round would draft from them: "
+                    "measure one setting and width without --repeat, or leave them out"
                 ),
             ),
             (
                 drafts.server and len(asking) > 1,
                 (
-                    f"--server would show the answers of {' to '.join(asking[:2])}: measure them "
-                    "one by one, each with a freshly started service"
+                    f"--server would show the answers of {' to '.join(asking[:2])}: measure each "
+                    "alone, with a freshly started service"
                 ),
             ),
             (
@@ -270,6 +271,6 @@ def _print(report: dict[str, Any], contest: ContestSettings, *, as_json: bool) -
 
 
 def _is_default(contest: ContestSettings) -> bool:
-    """Return whether only our own decoder's figures are requested."""
+    """Return whether the report shows only our own decoder's figures."""
     given = (contest.contender, contest.nodes, contest.temperature, contest.over, contest.parallel)
     return not any(given)

@@ -25,13 +25,13 @@ _KEYS: Final = {PROMPT_LOOKUP: "prompt_lookup"}
 """Names of contenders in keys of the default report, if they differ."""
 
 _OTHERS: Final = (PLAIN, _KEYS[PROMPT_LOOKUP], UNDRAFTED)
-"""Keys of the contenders that our own decoder is compared with there."""
+"""Keys of the contenders that the default report compares our own decoder with."""
 
 
 def summarize(comparisons: Sequence[Comparison]) -> dict[str, Any]:
     """Return our own decoder's figures relative to the other default contenders.
 
-    Figures of all prompts are in `overall`, those of each category in `categories`.
+    `overall` has the figures of all prompts, and `categories` has those of each category.
     """
     categories: dict[str, list[Comparison]] = {}
     for comparison in comparisons:
@@ -43,14 +43,14 @@ def summarize(comparisons: Sequence[Comparison]) -> dict[str, Any]:
 
 
 def time_per_step(drafted: Statistics, undrafted: Statistics) -> dict[str, Any]:
-    """Return how the time of a step is spent, without the prompt's pass.
+    """Return the parts of a step's time, without the prompt's pass.
 
     Args:
         drafted: statistics of decoding with drafts.
         undrafted: statistics of the same loop without drafts; shares are relative to its step.
 
     Returns:
-        Milliseconds per step of target, draft and host, each also as a share of a plain step; empty
+        Milliseconds per step in target, draft and host, each also as a share of a plain step; empty
         if there was only the prompt's pass.
     """
     steps, plain_steps = drafted.widths.total(), undrafted.widths.total()
@@ -70,7 +70,7 @@ def time_per_step(drafted: Statistics, undrafted: Statistics) -> dict[str, Any]:
 
 
 def _figures(comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """Return one category's figures; ratios are of tokens per second, sums over sums."""
+    """Return one category's figures; each ratio compares sums of tokens over sums of seconds."""
     runs = {
         _KEYS.get(name, name): [comparison.runs[name] for comparison in comparisons]
         for name in comparisons[0].runs
@@ -115,11 +115,11 @@ _BASES: Final = {PLAIN: "plain batches", UNDRAFTED: "undrafted"}
 
 
 def conclusions_of(report: dict[str, Any]) -> list[str]:
-    """Return the conclusions: where our contenders are or may be slower, and wrong outputs."""
+    """Return the conclusions: where our contenders are or may be slower, or write other outputs."""
     ratios = list(_ratios(report["settings"]))
     lines = [f"slower: {words}" for words, figure in ratios if figure[0] < 1]
     if ratios and not lines:
-        lines = ["slower nowhere: at no width is a ratio of ours below 1"]
+        lines = ["slower nowhere: none of our ratios is below 1 at any width"]
     lines += [
         f"uncertain: {words}"
         for words, (ratio, low, _) in ratios
@@ -144,7 +144,7 @@ def _ratios(settings: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Sequence[
 
 
 def _doubt(figure: Sequence[Any]) -> str:
-    """Return in words why a ratio may as well be 1; empty if it may not."""
+    """Return in words why a ratio may really be 1; empty if it is clearly not."""
     _, low, high = figure
     if low is None:
         return ", only one group"
@@ -152,7 +152,7 @@ def _doubt(figure: Sequence[Any]) -> str:
 
 
 def _exactness(found: dict[str, Any] | None) -> Iterator[str]:
-    """Yield lines about outputs that should be the same."""
+    """Yield lines about outputs that should be equal."""
     if found is None:
         return
     different = found["different"]
@@ -173,7 +173,7 @@ def _exactness(found: dict[str, Any] | None) -> Iterator[str]:
 
 
 def rows_of(setting: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return the headings and rows of a table, a row for each width and contender."""
+    """Return the headings and rows of a table, with one row for each width and contender."""
     widths = setting["widths"]
     found = [figures for width in widths for figures in width["contenders"].values()]
     bases = [base for base in _BASES if any(base in figures["over"] for figures in found)]
@@ -201,11 +201,11 @@ def _cells_of(figures: dict[str, Any], bases: Sequence[str], num_answers: int) -
 
 
 def tables_of(report: dict[str, Any], over: str | None = None) -> list[Table]:
-    """Return the tables of all contenders: by width, and one by one also by category, as in papers.
+    """Return the tables of all contenders by width; without --parallel also by category.
 
     Args:
-        report: report of a `Benchmark`, with `drafter`.
-        over: a contender that the others are compared with in a separate table.
+        report: report of a `Benchmark`, with the key `drafter`.
+        over: contender that a separate table compares the others with.
     """
     tables = []
     for setting in report["settings"]:
@@ -226,7 +226,7 @@ def is_one_by_one(report: dict[str, Any]) -> bool:
 
 
 def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return a table with a section for each width, if its first column has widths."""
+    """Return a table; if its first column has widths, each width is a section."""
     table = Table(title=title, box=SIMPLE_HEAD)
     for heading in headings:
         is_name = heading == "contender"
@@ -263,7 +263,7 @@ def _by_category(setting: dict[str, Any]) -> Iterator[Table]:
 
 
 def notes_of(report: dict[str, Any]) -> list[str]:
-    """Return the lines below the tables of contenders."""
+    """Return the notes below the tables of contenders."""
     settings = report["settings"]
     widths = [width for setting in settings for width in setting["widths"]]
     groups = ", ".join(
@@ -273,20 +273,20 @@ def notes_of(report: dict[str, Any]) -> list[str]:
     )
     resampled = "prompts" if is_one_by_one(report) else f"groups of prompts; {groups}"
     notes = [
-        "x: in tokens per second, prompts included; undrafted: our own loop without drafts",
+        "x: ratio of tokens per second, prompts included; undrafted: our own loop without drafts",
         "plain: model.generate, several prompts in left-padded batches",
-        f"[]: 90% intervals by bootstrap, same draws for all contenders, over {resampled}",
+        f"[]: 90% bootstrap intervals, with equal samples for all contenders, over {resampled}",
         "accepted: tokens per pass and sequence after the prompt's pass, including the model's own",
-        "nodes: per pass, over all sequences; drafting: its share of the time",
-        "ms: medians of passes, without the prompts",
+        "nodes: per pass, summed over sequences; drafting: its share of the time",
+        "ms: medians of passes, without the prompts' passes",
     ]
     compared = sorted({width["compared_with"] or "" for width in widths} - {""})
     if compared:
         notes.append(f"equal: outputs identical to those of {' or '.join(compared)}")
     if any(each["temperature"] for each in settings):
         notes.append(
-            "sampled: our contenders draw with random numbers by prompt and position, so each "
-            "writes the same as undrafted; transformers draws with others"
+            "sampled: our contenders use random numbers that depend on prompt and position, so "
+            "each writes the same as undrafted; transformers uses different ones"
         )
     if report["left_out"]:
         shown = ", ".join(map(str, report["left_out"]))
@@ -300,7 +300,7 @@ def title_of(report: dict[str, Any]) -> str:
 
 
 def table_of(report: dict[str, Any]) -> Table:
-    """Return a table of our own decoder, with a row for each category and one for all."""
+    """Return a table of our own decoder, with one row for each category and one for all."""
     title = title_of(report)
     table = Table(title=title, caption="\n".join(_notes(report)), box=SIMPLE_HEAD)
     table.add_column("category", no_wrap=True)
@@ -322,7 +322,7 @@ def table_of(report: dict[str, Any]) -> Table:
 
 def _notes(report: dict[str, Any]) -> list[str]:
     notes = [
-        "x: in time per token; tokens: per pass of the model; lookup: prompt lookup",
+        "x: speed-up in time per token; tokens: per pass of the model; lookup: prompt lookup",
         "undrafted: our own loop without drafts; equal: prompts with the output of plain generate",
     ]
     times = report["overall"]["time_per_step"]
@@ -330,18 +330,18 @@ def _notes(report: dict[str, Any]) -> list[str]:
         parts = ", ".join(f"{name} {ms:.2f} ms" for name, ms in times["ms"].items())
         in_all = sum(times["ms"].values())
         notes.append(
-            f"a step: {parts}: {in_all:.2f} ms in all; a plain one: {times['plain_step_ms']:.2f} ms"
+            f"a step: {parts}, {in_all:.2f} ms in all; plain step: {times['plain_step_ms']:.2f} ms"
         )
     return [*notes, *_common_notes(report)]
 
 
 def _common_notes(report: dict[str, Any]) -> list[str]:
-    """Return the lines below any tables: interruption, warm-up and skipped prompts."""
+    """Return the notes below every table: interruption, warm-up and skipped prompts."""
     notes = [_interruption(report["interrupted_at"])] if report["interrupted"] else []
     if report["warm"]["num_prompts"]:
         warm = report["warm"]
         notes.append(
-            f"warmed with {counted(warm['num_prompts'], 'prompt')}, "
+            f"warm-up: {counted(warm['num_prompts'], 'prompt')}, "
             f"{counted(warm['num_tokens'], 'token')}"
         )
     if report["skipped"]:
@@ -350,7 +350,7 @@ def _common_notes(report: dict[str, Any]) -> list[str]:
 
 
 def _interruption(at: dict[str, Any]) -> str:
-    """Return the line about an interruption; see `Benchmark.report`."""
+    """Return the note about an interruption; see `Benchmark.report`."""
     num_done = at["done"]
     place = f"interrupted: {at['where']}, {num_done} of {counted(at['of'], at['unit'])}"
     uncounted = "" if at["counted"] or not num_done else ", which are left out"
@@ -367,7 +367,7 @@ def described(setting: dict[str, Any]) -> str:
 
 def in_words(nodes: int | None, temperature: float) -> list[str]:
     """Return the settings of contenders, in words."""
-    words = ["as many nodes as pay" if nodes is None else counted(nodes, "node")]
+    words = ["as many nodes as pay off" if nodes is None else counted(nodes, "node")]
     if temperature:
         words.append(f"temperature {temperature:g}")
     return words
@@ -377,14 +377,15 @@ _PART_COLOURS: Final = ("#56b4e9", "#e69f00", "0.6")
 
 MARKS: Final = ("o", "s", "^", "D", "v", "P")
 COLOURS: Final = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
-"""Distinguishable with colour vision deficiency (Okabe and Ito, 2008)."""
+"""Colours that colour-blind readers can tell apart (Okabe and Ito, 2008)."""
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
     """Write a plot of all contenders.
 
-    One by one: speed-up and accepted tokens, with intervals. Otherwise tokens per second over the
-    number of prompts that share passes, and a step's time by part.
+    Without --parallel, it shows speed-up and accepted tokens, with intervals. With --parallel, it
+    shows tokens per second over the number of prompts that share passes, and the parts of a step's
+    time.
 
     Raises:
         PlotError: the file cannot be written, or matplotlib is missing.
@@ -447,7 +448,7 @@ def _draw_figure(axes: Any, settings: Sequence[dict[str, Any]], names: list[str]
 
 
 def _draw_widths(settings: Sequence[dict[str, Any]]) -> Any:
-    """Return a plot of tokens per second over width and of a step's time by part."""
+    """Return a plot of tokens per second over width, and of the parts of a step's time."""
     num_bars = max(len(list(_bars(setting))) for setting in settings)
     size = (max(5.2 * len(settings), 7.2), 4.4 + 0.22 * num_bars)
     figure = figure_class()(figsize=size, layout="constrained")
@@ -492,7 +493,7 @@ def _bars(setting: dict[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
 
 
 def _draw_parts(axes: Any, setting: dict[str, Any]) -> None:
-    """Draw a bar for each width and our contender, divided by how the time is spent."""
+    """Draw a bar for each width and each of our contenders, divided into the parts of the time."""
     bars = list(_bars(setting))
     left = [0.0] * len(bars)
     for (part, words), colour in zip(PARTS.items(), _PART_COLOURS, strict=True):

@@ -1,4 +1,4 @@
-"""Where outputs from shared passes differ from those of each prompt alone, and by how much."""
+"""A check of exactness: where outputs of shared passes differ from outputs of single prompts."""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -13,8 +13,8 @@ from decoder.plugins.contenders.contender import THEIRS
 from decoder.plugins.contenders.standings import Comparison
 
 TIE: Final = 1e-4
-"""Logits closer than this may swap order in float32, because passes of different widths round
-differently."""
+"""Logits closer than this may swap order in float32, because the rounding depends on the width of
+the pass."""
 
 
 ONE_BY_ONE: Final = "model.generate, one prompt at a time"
@@ -27,10 +27,10 @@ class Difference:
 
     Attributes:
         position: position of the first differing token among the generated ones, from 0.
-        plain: the token of `model.generate` there; `None` if it had ended.
-        drafted: the decoder's token there; `None` if it had ended.
-        best_tokens: the two most probable tokens there.
-        gap: gap between their logits, in float64.
+        plain: token of `model.generate` at that position; `None` if its output had ended.
+        drafted: the decoder's token at that position; `None` if its output had ended.
+        best_tokens: the two most probable tokens at that position.
+        gap: difference between the logits of these two tokens, in float64.
     """
 
     position: int
@@ -51,7 +51,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The outputs of two ways for a prompt.
+    """Two outputs of a prompt.
 
     Attributes:
         prompt: tokens of the prompt.
@@ -67,8 +67,8 @@ class Outputs:
 def differences(language_model: LanguageModel, pairs: Iterable[Outputs]) -> list[Difference | None]:
     """Return where the outputs of each pair differ; `None` if they are the same.
 
-    Logits are computed by a float64 copy of the model, made at the first difference: converting the
-    model itself and back would move weights that captured graphs read.
+    Logits are computed by a float64 copy of the model, which is made at the first difference.
+    Converting the model itself and back would move weights that captured graphs read.
     """
     model: Any = None
     found: list[Difference | None] = []
@@ -94,16 +94,17 @@ def exactness(
     decoded: Iterable[tuple[int, Comparison]],
     plain: Mapping[tuple[int, ...], list[int]],
 ) -> dict[str, Any] | None:
-    """Return where greedy outputs differ from those of each prompt alone, and by how much.
+    """Return where greedy outputs differ from the outputs of single prompts, and by how much.
 
     Args:
         language_model: the model of the outputs.
-        decoded: groups of prompts decoded in every way, with the number of prompts at a time.
+        decoded: groups of prompts with the runs of all contenders, and the number of prompts at a
+            time.
         plain: outputs of `model.generate` for single prompts, by the prompts' tokens; other prompts
-            are not judged.
+            are not compared.
 
     Returns:
-        JSON values; `None` if nothing is judged.
+        JSON values; `None` if nothing is compared.
     """
     if not plain:
         return None
@@ -131,14 +132,14 @@ def exactness(
 
 
 def wrong_outputs(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return our own outputs in a report that are wrong: not even a tie explains them."""
+    """Return our own outputs in a report that differ without a tie, so they are wrong."""
     different = (report["exactness"] or {"different": []})["different"]
     return [each for each in different if not each["is_tie"] and each["contender"] not in THEIRS]
 
 
 @torch.inference_mode()
 def _best_two(model: Any, tokens: list[int]) -> tuple[tuple[int, int], float]:
-    """Return the two most probable next tokens and the gap of their logits."""
+    """Return the two most probable next tokens and the difference between their logits."""
     logits = model(torch.tensor([tokens], device=model.device), use_cache=False).logits[0, -1]
     values, indices = logits.topk(2)
     first, second = indices.tolist()

@@ -17,23 +17,23 @@ class MeasuredPrompts(PromptSettings):
 
     prompts: Annotated[Path, Metavar("FILE"), Field(description=PROMPT_FILE)]
     per_category: Annotated[
-        int | None, Field(ge=1, description="Most prompts of each category.")
+        int | None, Field(ge=1, description="At most this many prompts of each category.")
     ] = None
     warm: Annotated[
         Path | None,
         Metavar("FILE"),
         Field(
-            description="Prompts to answer first, so that there are answers to draft from. "
-            "Measured prompts are left out."
+            description="Prompts to answer first, which gives drafters answers to draft from. "
+            "Prompts that are also measured are left out."
         ),
     ] = None
     warm_limit: Annotated[
-        int | None, Field(ge=1, description="With --warm: most of its prompts.")
+        int | None, Field(ge=1, description="With --warm: use at most this many of its prompts.")
     ] = None
 
 
 class MeasuredOutput(OutputSettings, ConstraintSettings):
-    """How often prompts are answered."""
+    """The output of each prompt, and the number of runs."""
 
     repeat: Annotated[int, Field(ge=1, description="Runs of each prompt; the fastest counts.")] = 1
 
@@ -54,9 +54,9 @@ class ContestOptions(BaseModel):
         list[str],
         Metavar("NAME"),
         Field(
-            description="A contender to measure: one that --contenders lists, or MODULE:NAME for "
-            "an entry of a module's mapping DRAFTERS. The report then has the layout of papers' "
-            "tables. Repeatable. Default: plain, transformers-lookup, undrafted, foredraft."
+            description="A contender to measure: a name that --contenders lists, or MODULE:NAME "
+            "for an entry in a module's mapping DRAFTERS. The report then has the layout of tables "
+            "in papers. Repeatable. Default: plain, transformers-lookup, undrafted, foredraft."
         ),
     ] = []
     nodes: Annotated[
@@ -64,7 +64,7 @@ class ContestOptions(BaseModel):
         Metavar("N"),
         Field(
             description="Fix the nodes of every draft, at most "
-            f"{MAX_NODES}; 0 for as many as pay. Repeatable. Default: as many as pay."
+            f"{MAX_NODES}; 0: as many as pay off. Repeatable. Default: 0."
         ),
     ] = []
     temperature: Annotated[
@@ -80,8 +80,8 @@ class ContestOptions(BaseModel):
     turns: Annotated[
         AskedTurns,
         Field(
-            description="For questions with several turns: the first, or each after the plain "
-            "answer to the previous one."
+            description="For questions with several turns: answer only the first turn, or each "
+            "turn after the plain answer to the turn before."
         ),
     ] = AskedTurns.FIRST
     over: Annotated[
@@ -93,8 +93,8 @@ class ContestOptions(BaseModel):
         Path | None,
         Metavar("FILE"),
         Field(
-            description="Draw the figures of all contenders, as .png or .svg; with --parallel, "
-            "tokens per second by width and how a pass spends its time."
+            description="Draw the figures of all contenders, as .png or .svg. With --parallel, "
+            "draw tokens per second by width, and the parts of a pass's time."
         ),
     ] = None
     parallel: Annotated[
@@ -102,7 +102,7 @@ class ContestOptions(BaseModel):
         Metavar("N"),
         Field(
             description="Decode N prompts at a time: our loop in shared passes, transformers in "
-            "padded batches. Repeatable. The contenders are then plain, undrafted and foredraft, "
-            "and foredraft-tables with --draft-model or --speculator. Default: one by one."
+            "padded batches. Repeatable. The contenders are then plain, undrafted and foredraft; "
+            "with --draft-model or --speculator also foredraft-tables. Default: one by one."
         ),
     ] = []

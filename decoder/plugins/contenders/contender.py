@@ -1,4 +1,4 @@
-"""Decoding prompts in a benchmark: this package's loop with a drafter, or transformers."""
+"""Decoding prompts in a benchmark, with this package's loop and a drafter or with transformers."""
 
 import time
 import warnings
@@ -33,15 +33,15 @@ UNDRAFTED: Final = "undrafted"
 THEIRS: Final = frozenset({PLAIN, PROMPT_LOOKUP})
 """Contenders that are not ours."""
 PROMPT_LOOKUP_TOKENS: Final = 10
-"""Tokens that prompt lookup proposes; transformers' documentation uses 3 and 10, and 10 is
+"""Tokens that prompt lookup proposes. The documentation of transformers uses 3 and 10; 10 is
 faster."""
 
 _TORCH_SEEDS: Final = 2**63
 
 
 Account = tuple[float, float, float, float]
-"""Figures of a run: seconds, tokens, passes after the prompts' passes, and the tokens of those.
-With several prompts, a pass counts once for each sequence that it served."""
+"""Figures of a run: seconds, tokens, passes after the prompts' passes, and tokens of these passes.
+With several prompts, a pass counts once for each of its sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,13 @@ class Run:
 
     Attributes:
         token_ids: the generated tokens; the outputs of several prompts are concatenated.
-        seconds: from prompt tokens to output tokens, including the prompts' passes.
-        num_passes: forward passes of the target, including the prompts'; with several prompts,
-            counted once for each sequence that they served.
-        statistics: figures of this package's decoder; empty for others.
-        lengths: tokens of each output, if there are several prompts.
-        steps: how passes spent their time, without passes that only read prompts and without the
-            share of prompts in others; empty for transformers' own.
+        seconds: time from prompt tokens to output tokens, including the prompts' passes.
+        num_passes: number of forward passes of the target, including the prompts' passes. With
+            several prompts, a pass counts once for each of its sequences.
+        statistics: figures of this package's decoder; empty for other decoders.
+        lengths: number of tokens in each output, if there are several prompts.
+        steps: times of passes by part. Passes that only read prompts are left out, and so is the
+            share of prompts in other passes. Empty for transformers.
     """
 
     token_ids: list[int]
@@ -74,7 +74,7 @@ class Run:
 
     @property
     def account(self) -> Account:
-        """Its time, tokens and passes; see `Account`."""
+        """Time, tokens and passes of the run; see `Account`."""
         num_tokens = len(self.token_ids)
         num_begun = sum(map(bool, self.lengths)) if self.lengths else 1
         steps, step_tokens = self.num_passes - num_begun, num_tokens - num_begun
@@ -96,8 +96,8 @@ class Contender(Protocol):
         """Decode prompts, at most `parallel` at a time.
 
         Args:
-            prompts: tokens of each.
-            parallel: most prompts at a time.
+            prompts: tokens of each prompt.
+            parallel: largest number of prompts at a time.
             remember: whether later prompts may use the outputs.
         """
         ...
@@ -106,9 +106,9 @@ class Contender(Protocol):
 def contenders(
     language_model: LanguageModel, decoder: Decoder, max_new_tokens: int
 ) -> dict[str, Contender]:
-    """Return the ways of decoding by name: transformers' own two, undrafted, and a decoder's.
+    """Return contenders by name: two of transformers, undrafted decoding, and the given decoder.
 
-    All have the same token limit, also near the model's own limit, and none applies the model's
+    All have the same token limit, even near the model's own limit. None applies the model's
     generation_config: they only decode greedily.
     """
     target = decoder.target
@@ -135,7 +135,7 @@ class OwnContender:
         return not isinstance(self.decoder.drafter, NoDrafter)
 
     def __call__(self, prompts: Sequence[list[int]], parallel: int = 1, *, remember: bool) -> Run:
-        """Decode prompts in shared passes; one starts when another is over.
+        """Decode prompts in shared passes; a prompt starts when an earlier one has ended.
 
         Raises:
             DecoderError: a prompt failed.
@@ -168,12 +168,12 @@ class OwnContender:
 
 
 class _PassTimes:
-    """Adds up the time of passes over the sequences that they served.
+    """Adds up the time of each pass over its sequences.
 
     Observing a pass takes 2 to 4 µs per sequence on a busy core; the run's seconds include that.
 
     Attributes:
-        times: times of each pass that verified drafts, including empty ones.
+        times: times of each pass that verified drafts, including empty drafts.
     """
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ class _PassTimes:
         self._shares: list[Times] = []
 
     def observer(self) -> Observer:
-        """Return an observer for a sequence that ignores the prompt's pass."""
+        """Return an observer of one sequence; it ignores the prompt's pass."""
         has_begun = False
 
         def observe(step: ObservedPass) -> None:
@@ -193,7 +193,7 @@ class _PassTimes:
         return observe
 
     def _add(self, step: ObservedPass) -> None:
-        """Add a sequence's share; the shares of one pass arrive one after another."""
+        """Add the share of a sequence; the shares of one pass arrive one after another."""
         self._shares.append(step.times)
         if len(self._shares) < step.num_sequences:
             return
@@ -213,12 +213,12 @@ class LibraryContender:
 
     Attributes:
         language_model: the model.
-        target: this package's target of the model, which knows the limit.
+        target: this package's target for the model, which knows the model's length limit.
         max_new_tokens: most tokens to generate.
         options: further options of `model.generate`.
         temperature: temperature of sampling from the full distribution; 0 is greedy decoding.
-        seed: seed of torch's random numbers, combined with the prompt, if it samples.
-        grammar: that outputs match; None for none.
+        seed: with sampling, the seed of torch's random numbers, which is combined with the prompt.
+        grammar: grammar that outputs must match; None for no grammar.
     """
 
     language_model: LanguageModel
@@ -236,12 +236,12 @@ class LibraryContender:
         *,
         remember: bool,  # noqa: ARG002  stores nothing
     ) -> Run:
-        """Decode prompts in left-padded batches of `parallel`; each waits for its longest output.
+        """Decode prompts in left-padded batches; a batch ends with its longest output.
 
         Args:
-            prompts: tokens of each. The model's limit should leave room for `max_new_tokens`;
-                otherwise the whole batch is limited to the available room.
-            parallel: prompts in a batch.
+            prompts: tokens of each prompt. The model's limit should leave room for
+                `max_new_tokens`; otherwise the whole batch is limited to the available room.
+            parallel: number of prompts in a batch.
             remember: ignored, because nothing is stored.
         """
         outputs: list[list[int]] = []
@@ -259,7 +259,7 @@ class LibraryContender:
 
     @contextmanager
     def _measured(self, prompts: Sequence[list[int]]) -> Iterator["_PassCount"]:
-        """Count passes during the block; with sampling, seed it the same each time."""
+        """Count passes during the block; with sampling, set the same seed each time."""
         model = self.language_model.model
         passes = _PassCount()
         counting = model.register_forward_pre_hook(passes)
@@ -330,27 +330,27 @@ class _PassCount:
 
 @dataclass(frozen=True, slots=True)
 class DrawnByPrompt:
-    """A rule whose random numbers depend on the prompt, not on how many were decoded before.
+    """A rule whose random numbers depend on the prompt, not on the number of earlier prompts.
 
-    So decoders draw the same tokens for the same prompt, regardless of what else they decoded.
+    So decoders sample the same tokens for the same prompt, whatever else they have decoded.
 
     Attributes:
-        rule: draws by seed, sequence and position.
+        rule: rule whose random numbers depend on seed, sequence number and position.
     """
 
     rule: AcceptRule
 
     def __call__(self, tree: DraftTree, logits: torch.Tensor, context: PassContext) -> Acceptance:
-        """Accept like the rule."""
+        """Accept as the rule does, with the prompt's random numbers."""
         return self.rule(tree, logits, _by_prompt(context))
 
     @property
     def drawing(self) -> Drawing | None:
-        """See `SelectingRule`."""
+        """See `SelectingRule.drawing`."""
         return self.rule.drawing if isinstance(self.rule, SelectingRule) else None
 
     def selection(self, tree: DraftTree, context: PassContext) -> Selection | None:
-        """See `SelectingRule`."""
+        """See `SelectingRule.selection`."""
         if not isinstance(self.rule, SelectingRule):
             return None
         return self.rule.selection(tree, _by_prompt(context))

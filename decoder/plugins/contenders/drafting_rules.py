@@ -1,4 +1,4 @@
-"""Rules that draft only from texts: our own, prompt lookup, and those of other modules.
+"""Rules that draft only from texts: our own, prompt lookup, and rules of other modules.
 
 They need no model, so `foredraft replay --drafter NAME` and `foredraft estimate` can replay
 recordings with them. `foredraft bench --contender NAME` decodes with them.
@@ -24,12 +24,12 @@ PROMPT_LOOKUP: Final = "prompt-lookup"
 
 @dataclass(frozen=True, slots=True)
 class PublishedRule:
-    """Our implementation of a published drafting rule: a `DrafterFactory` that can be listed.
+    """Our implementation of a published drafting rule: a `DrafterFactory` with a description.
 
     Attributes:
-        summary: short description of what it drafts.
-        paper: its publication.
-        make: makes its drafter from open indexes, outputs and the most nodes of a draft.
+        summary: short description of what the rule drafts.
+        paper: publication of the rule.
+        make: makes the drafter from open indexes, outputs and the largest number of nodes.
     """
 
     summary: str
@@ -39,7 +39,7 @@ class PublishedRule:
     def __call__(
         self, indexes: Sequence[Index], outputs: Sequence[TokenIds], max_nodes: int
     ) -> Drafter:
-        """Return its drafter; see `DrafterFactory`."""
+        """Return a drafter of this rule; see `DrafterFactory`."""
         return self.make(indexes, outputs, max_nodes)
 
 
@@ -56,16 +56,16 @@ DRAFTERS: Final[Mapping[str, PublishedRule]] = {
         _prompt_lookup,
     )
 }
-"""Published rules of this package by name; see `find_factory`."""
+"""Published rules in this package, by name; see `find_factory`."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftingRule:
-    """A way of drafting that `foredraft estimate` replays.
+    """A drafting rule that `foredraft estimate` replays.
 
     Attributes:
         name: name in reports.
-        opened: opens a fresh, compiled drafter for a given number of nodes at most.
+        opened: opens a fresh, compiled drafter; the argument is its largest number of nodes.
     """
 
     name: str
@@ -80,8 +80,8 @@ def drafting_rules(
     """Return our own drafter and published rules, in this order.
 
     Args:
-        indexes: indexes that they draft from, in addition to outputs.
-        vocabulary: vocabulary of the token ids; an index with another is refused.
+        indexes: indexes that the rules draft from, in addition to outputs.
+        vocabulary: vocabulary of the token ids; an index with another vocabulary is refused.
         others: names of the published rules; see `find_factory`.
 
     Raises:
@@ -117,9 +117,9 @@ def opened(
 
     Args:
         make: makes the drafter.
-        indexes: indexes that it drafts from, if it uses a corpus.
-        vocabulary: vocabulary of the token ids; an index with another is refused.
-        max_nodes: most nodes of a draft.
+        indexes: indexes that the drafter uses, if it drafts from a corpus.
+        vocabulary: vocabulary of the token ids; an index with another vocabulary is refused.
+        max_nodes: largest number of nodes in a draft.
 
     Raises:
         IndexerError: an index cannot be opened or was built for another tokenizer.

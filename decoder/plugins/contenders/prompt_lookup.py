@@ -1,9 +1,10 @@
 """Prompt lookup, as in transformers.
 
-The rule of `PromptLookupCandidateGenerator` (transformers, `generation/candidate_generator.py`;
-Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding): take the last n tokens of the
-sequence, with n decreasing from `max_matching_ngram_size` to 1, find their leftmost earlier
-occurrence in the sequence, and draft the tokens that followed it.
+This is the rule of `PromptLookupCandidateGenerator` (transformers,
+`generation/candidate_generator.py`; Saxena 2023,
+https://github.com/apoorvumang/prompt-lookup-decoding). It takes the last n tokens of the sequence,
+with n decreasing from `max_matching_ngram_size` to 1. It finds their leftmost earlier occurrence in
+the sequence, and drafts the tokens that followed it.
 """
 
 from typing import Any, Final
@@ -17,11 +18,12 @@ from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree, Source
 
 MAX_MATCHING_NGRAM_SIZE: Final = 32
-"""The default of transformers is 2; a larger value is better at copying and not worse elsewhere."""
+"""Longest suffix to search for. The default of transformers is 2; a larger value drafts better in
+copied text, and no worse in other text."""
 
 
 class PromptLookup(SequenceRule[TokenSequence]):
-    """Drafts one path from the sequence itself, as long as the budget allows.
+    """Drafts one path from the sequence itself, up to the budget.
 
     Args:
         max_matching_ngram_size: longest suffix of the sequence to search for, in tokens.
@@ -42,19 +44,20 @@ class PromptLookup(SequenceRule[TokenSequence]):
         return chain(state.tokens[start : start + budget], Source.CONTEXT)
 
     def _end(self, state: TokenSequence) -> None:
-        """Remember nothing: drafts come only from the sequence itself."""
+        """Store nothing: drafts come only from the sequence itself."""
 
 
 @kernel(allocates=True)
 def longest_repeat(tokens: NDArray[Any], max_length: int) -> tuple[int, int]:
-    """Return the length of the longest suffix that occurred before, and where it first ended.
+    """Find the longest suffix of a sequence that also occurred earlier.
 
     Args:
         tokens: int32[n], the sequence.
-        max_length: longest suffix to search for.
+        max_length: length of the longest suffix to search for.
 
     Returns:
-        Its length and the position after its first occurrence; 0 and n if there is none.
+        The length of the suffix, and the position after its first occurrence; 0 and n if there is
+        no such suffix.
     """
     total = len(tokens)
     best, best_end = 0, total

@@ -1,7 +1,7 @@
-"""Contenders of a benchmark by name, and how each is created for a run.
+"""Contenders of a benchmark by name, and how each is made for a run.
 
-All except transformers' own share the loop, the target, the acceptance rule and the budget, and
-differ only in the drafter. Speed-up is over `plain`, as in the papers' tables.
+All contenders except those of transformers share the loop, the target, the acceptance rule and the
+budget. They differ only in the drafter. Speed-up is over `plain`, as in the tables of papers.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -58,11 +58,11 @@ from retriever.commands.factories import (
 from retriever.drafter import Drafter, TokenIds
 
 TABLES: Final = "foredraft-tables"
-"""Our own drafter without any model: the baseline for the gain of a model or a head."""
+"""Our own drafter without any draft model or head, as the baseline for their gain."""
 
 FREE: Final = StepCosts(target_s=1.0, pass_s=0.0)
-"""Costs of draft models and heads with a fixed number of nodes, so that their gain does not depend
-on the load of the machine."""
+"""Costs of draft models and heads if the number of nodes is fixed. So their gain does not depend on
+the load of the machine."""
 
 DEFAULT: Final = (PLAIN, PROMPT_LOOKUP, UNDRAFTED, FOREDRAFT)
 """The default contenders."""
@@ -75,9 +75,9 @@ class Means:
     Attributes:
         language_model: the target.
         drafts: the sources of drafts.
-        max_nodes: most nodes of a draft.
-        sampling: settings of the output.
-        costs: costs of passes of draft models and heads; measured if not given.
+        max_nodes: largest number of nodes in a draft.
+        sampling: sampling settings of the output.
+        costs: costs of passes of draft models and heads; measured by default.
     """
 
     language_model: LanguageModel
@@ -100,12 +100,12 @@ class ContenderEntry:
     """A contender to choose from.
 
     Attributes:
-        name: its name.
+        name: name of the contender.
         summary: short description.
-        paper: its publication; empty for our own.
-        opened: opens its drafter; `None` for transformers' own ways.
-        options: options of transformers' own ways.
-        needs: settings, at least one of which must be given.
+        paper: publication of the contender; empty for our own.
+        opened: opens the drafter; `None` for contenders of transformers.
+        options: options of `model.generate`, for contenders of transformers.
+        needs: settings of draft sources; at least one of them must be given.
     """
 
     name: str
@@ -117,19 +117,19 @@ class ContenderEntry:
 
     @property
     def takes_many(self) -> bool:
-        """Whether it can decode several prompts at a time: in our loop, or in plain batches."""
+        """Whether it can decode several prompts at a time, in our loop or in plain batches."""
         return self.opened is not None or not self.options
 
     def check(self, drafts: DraftOptions) -> None:
-        """Refuse the contender if nothing that it can draft with is given.
+        """Refuse the contender if the options give it nothing to draft with.
 
         Raises:
-            ContradictoryOptionsError: the message says what to give.
+            ContradictoryOptionsError: it has nothing to draft with; the message says what to give.
         """
         if self.needs and not any(getattr(drafts, name, None) for name in self.needs):
             wanted = " or ".join(map(flag_of, self.needs))
             raise ContradictoryOptionsError(
-                f"--contender {self.name} has nothing to draft with: give it {wanted}"
+                f"--contender {self.name} has nothing to draft with: give {wanted}"
             )
 
 
@@ -145,7 +145,7 @@ def _of_texts(make: DrafterFactory, means: Means) -> AbstractContextManager[Draf
 
 @contextmanager
 def _alone(means: Means, *, without: str) -> Iterator[Drafter]:
-    """Draft only with the model that is not left out."""
+    """Draft only with the draft model or head that `without` does not leave out."""
     model, drafts = means.language_model, means.without(without)
     fusion = fusion_for(drafts, model, means.sampling)
     yield fusion([], readers=draft_readers(drafts, model), costs=means.costs)
@@ -166,7 +166,7 @@ def _own(means: Means) -> Iterator[Drafter]:
 
 @contextmanager
 def _tables(means: Means, *, recycle: bool) -> Iterator[Drafter]:
-    """Open our own drafter without any model and without the state on disk."""
+    """Open our own drafter without any draft model or head, and without the state on disk."""
     drafts = means.without(*MODELS, "draft_vocabulary", "state")
     drafts = drafts.model_copy(update={"draft_sampling": False, "recycle": recycle})
     with connect_drafter(drafts, means.language_model) as drafter:
@@ -181,7 +181,7 @@ class UntaughtDrafter(FusedDrafter):
 
 
 class UnhintedDrafter(FusedDrafter):
-    """A fused drafter that ignores the other likely tokens at the last position."""
+    """A fused drafter that ignores other probable tokens at the last position."""
 
     def take_in(self, sequence: FusedSequence, verified: Verified) -> Hints:
         """Learn, but return no hints."""
@@ -193,14 +193,14 @@ class UnhintedDrafter(FusedDrafter):
 def _fused(
     means: Means, *, kind: type[FusedDrafter] = FusedDrafter, recycles: bool = True
 ) -> Iterator[Drafter]:
-    """Fuse retrieval in a different way."""
+    """Open a fused drafter of another kind, over retrieval."""
     with _tables(means, recycle=False) as retrieval:
         recycled = RecycledLogits() if recycles else None
         yield kind([retrieval], draft_limits(means.language_model), recycled=recycled)
 
 
 MODELS: Final = ("draft_model", "speculator")
-"""Settings that name a model to draft with."""
+"""Settings that name a draft model or a head."""
 
 
 def _entry(name: str, drafter: ContenderEntry | DrafterFactory) -> ContenderEntry:
@@ -228,7 +228,7 @@ ENTRIES: Final[dict[str, ContenderEntry]] = {
         *(_entry(name, rule) for name, rule in drafting_rules.DRAFTERS.items()),
         ContenderEntry(
             "model",
-            "only --draft-model: best-first trees that grow while that pays",
+            "only --draft-model: best-first trees that grow while growing pays off",
             "arXiv:2406.02532, 2405.19715",
             partial(_alone, without="speculator"),
             needs=("draft_model",),
@@ -243,7 +243,7 @@ ENTRIES: Final[dict[str, ContenderEntry]] = {
         ContenderEntry(FOREDRAFT, "all given sources, fused into one tree", opened=_own),
         ContenderEntry(
             TABLES,
-            "retrieval and recycled logits fused, without a model",
+            "retrieval fused with recycled logits, without a draft model",
             opened=partial(_tables, recycle=True),
         ),
         ContenderEntry(
@@ -253,7 +253,7 @@ ENTRIES: Final[dict[str, ContenderEntry]] = {
         ),
         ContenderEntry(
             "foredraft-recycling",
-            "only recycled logits, after the last one, two and three tokens",
+            "only recycled logits: after the last token, the last two and the last three",
             opened=_recycled_alone,
         ),
         ContenderEntry(
@@ -268,7 +268,7 @@ ENTRIES: Final[dict[str, ContenderEntry]] = {
         ),
         ContenderEntry(
             "foredraft-unhinted",
-            "foredraft-tables without other likely tokens at the last position",
+            "foredraft-tables without other probable tokens at the last position",
             opened=partial(_fused, kind=UnhintedDrafter),
         ),
     )
@@ -276,7 +276,7 @@ ENTRIES: Final[dict[str, ContenderEntry]] = {
 """The contenders of this package."""
 
 PAPERS: Final = "benchmarks.papers.contenders"
-"""The module of a checkout whose contenders can be chosen by name only."""
+"""The module in a checkout whose contenders can be chosen by name alone."""
 
 ASKING_SERVERS: Final = frozenset(
     {
@@ -288,13 +288,13 @@ ASKING_SERVERS: Final = frozenset(
         "foredraft-unhinted",
     }
 )
-"""Contenders that draft from services, if there are any."""
+"""Contenders that draft from services, if the options name any."""
 
 
 def known_entries() -> tuple[dict[str, ContenderEntry], list[str]]:
-    """Return all named contenders, and why those of a module are missing.
+    """Return all named contenders, and the reasons why those of a module are missing.
 
-    These are the contenders of this package, and in a checkout those of `benchmarks.papers`.
+    These are the contenders of this package, and in a checkout also those of `benchmarks.papers`.
     """
     drafters, missing = known_drafters([PAPERS])
     papers = {name: _entry(name, each) for name, each in drafters.items() if name not in ENTRIES}
@@ -302,10 +302,10 @@ def known_entries() -> tuple[dict[str, ContenderEntry], list[str]]:
 
 
 def chosen(names: Sequence[str]) -> list[ContenderEntry]:
-    """Return contenders by name, each once, in order.
+    """Return contenders by name, each only once, in order.
 
     Args:
-        names: known names, or `MODULE:NAME` for an entry of a module's mapping `DRAFTERS`.
+        names: known names, or `MODULE:NAME` for an entry in a module's mapping `DRAFTERS`.
 
     Raises:
         InvalidSettingsError: a name is unknown.
@@ -323,7 +323,7 @@ def _named(name: str) -> ContenderEntry:
         raise InvalidSettingsError(f"--contender {name}: {error}") from error
     known, missing = known_entries()
     if name not in known:
-        listed = f"there is no contender of this name, choose from {', '.join(known)}"
+        listed = f"there is no such contender, choose from {', '.join(known)}"
         raise InvalidSettingsError("; ".join([f"--contender {name}: {listed}", *missing]))
     return known[name]
 
@@ -331,8 +331,8 @@ def _named(name: str) -> ContenderEntry:
 def parallel_default(drafts: DraftOptions) -> list[str]:
     """Return the default contenders of a parallel run.
 
-    If a model or a head drafts, our drafter without it is included, except with a service, which
-    would show the answers of one to the other.
+    With a draft model or a head, our drafter without it is included. It is left out if there is a
+    service, because a service would show the answers of one contender to the other.
     """
     without = [TABLES] if drafts.names_readers and not drafts.server else []
     return [PLAIN, UNDRAFTED, *without, FOREDRAFT]
@@ -354,7 +354,7 @@ class Setting:
     """The setting of a comparison.
 
     Attributes:
-        nodes: most nodes of each draft; `None` for as many as pay according to measured costs.
+        nodes: largest number of nodes in a draft; `None` for as many as pay off by measured costs.
         temperature: sampling temperature; 0 is greedy decoding.
         seed: sampling seed.
     """
@@ -364,12 +364,12 @@ class Setting:
     seed: int = 0
 
     def sampling(self, *, coupled: bool = True) -> SamplingSettings:
-        """Return how tokens are chosen.
+        """Return the sampling settings.
 
         Args:
-            coupled: whether random numbers depend on prompt and position, so that all contenders
-                draw the same as decoding without drafts, and drafts are compared with the target's
-                own choice. Otherwise drawn drafts are accepted based on their distributions.
+            coupled: whether random numbers depend on prompt and position. Then all contenders
+                sample the same tokens as decoding without drafts, and drafts are compared with the
+                target's own choice. Otherwise sampled drafts are accepted by their distributions.
         """
         return SamplingSettings(
             self.temperature, seed=self.seed if self.temperature else None, coupled=coupled
@@ -400,15 +400,15 @@ class Lineup:
 class Contest:
     """Makes the chosen contenders for each setting, with fresh drafters.
 
-    Target and costs are created once and shared by all settings.
+    All settings share the same target and the same costs.
 
     Args:
         language_model: the model of all contenders.
         names: names of the contenders.
         drafts: the sources of drafts.
         max_new_tokens: most tokens of an answer.
-        costs: stores measured costs of passes for the next start; `None` to always measure.
-        grammar: that outputs match; None for none.
+        costs: store of measured costs of passes for the next start; `None` to always measure.
+        grammar: grammar that outputs must match; None for no grammar.
 
     Raises:
         InvalidSettingsError: a contender is unknown.
@@ -442,7 +442,7 @@ class Contest:
         Raises:
             IndexerError: an index cannot be opened or was built for another tokenizer.
             VocabularyMismatchError: the draft model has another tokenizer.
-            UnsupportedModelError: the model cannot be decoded here.
+            UnsupportedModelError: this package cannot decode the model.
         """
         means = self._means(setting)
         with ExitStack() as stack:
@@ -466,13 +466,13 @@ class Contest:
             yield Lineup(ways, target, None if setting.nodes else self._surface)
 
     def _means(self, setting: Setting) -> Means:
-        """Return the inputs for making drafters; with fixed nodes models always draft."""
+        """Return the inputs for making drafters; with fixed nodes, draft models always draft."""
         costs = None if setting.nodes is None else FREE
         sampling = setting.sampling(coupled=not self._drafts.draft_sampling)
         return Means(self._language_model, self._drafts, MAX_NODES, sampling, costs)
 
     def _target_for(self, drafters: Iterable[Drafter]) -> Target:
-        """Return the target, which keeps the states that any drafter learns from."""
+        """Return the target, which records the states that any of the drafters needs."""
         if self._target is None:
             states = {number for drafter in drafters for number in states_of(drafter)}
             self._target = Target(

@@ -1,4 +1,4 @@
-"""Common code of all peers: sessions, requests and the bookkeeping of the `Drafter` protocol."""
+"""Common code of drafting rules: sessions, requests and the checks of the `Drafter` protocol."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ State = TypeVar("State", bound=TokenSequence)
 
 
 class SequenceRule(ABC, Generic[State]):
-    """A `Drafter` for a rule that handles one sequence at a time, with four abstract methods."""
+    """A `Drafter` for a rule that looks at one sequence at a time; it has four abstract methods."""
 
     def __init__(self) -> None:
         self._states: OpenSessions[str, State] = OpenSessions()
 
     def open(self, session: str, prompt: TokenIds, options: SequenceOptions = DEFAULT) -> None:
-        """Begin a sequence; see `Drafter.open`."""
+        """Start a sequence; see `Drafter.open`."""
         self._states.check_free(session)
         options = checked_options(options).without_predictions
         self._states.add(session, self._begin(np.asarray(prompt, np.int32), options))
@@ -52,19 +52,19 @@ class SequenceRule(ABC, Generic[State]):
 
     @abstractmethod
     def _commit(self, state: State, tokens: TokenIds) -> None:
-        """Add int32[n], n > 0, the sequence's next tokens."""
+        """Add the next tokens of the sequence, int32[n] with n > 0."""
 
     @abstractmethod
     def _propose(self, state: State, budget: int) -> DraftTree:
-        """Return a tree of at most `budget` nodes, `budget` > 0."""
+        """Return a tree of at most `budget` nodes; `budget` is above 0."""
 
     @abstractmethod
     def _end(self, state: State) -> None:
-        """Forget a sequence; its output may be remembered if `state.options.remember`."""
+        """Forget a sequence; the rule may store its output if `state.options.remember` is set."""
 
 
 def chain(tokens: TokenIds, source: Source) -> DraftTree:
-    """Return int32[n] as a single path, with all probabilities 1 as the rule gives none."""
+    """Return tokens, int32[n], as a single path; all probabilities are 1, as the rule has none."""
     return DraftTree(
         np.array(tokens, np.int32),
         np.arange(ROOT, len(tokens) - 1, dtype=np.int32),

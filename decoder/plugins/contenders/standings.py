@@ -1,7 +1,8 @@
-"""The figures of contenders as in the papers' tables, with bootstrap intervals.
+"""The figures of contenders as in the tables of papers, with bootstrap intervals.
 
-Speed-up is a ratio of seconds per token, including the prompt's pass, computed from sums. Accepted
-tokens are those per pass after the prompt's, including the target's own token (the bonus token).
+Speed-up is a ratio of seconds per token. It is computed from sums and includes the prompts' passes.
+Accepted tokens are the tokens per pass after the prompt's pass, including the target's own token
+(the bonus token).
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,8 @@ from numpy.typing import NDArray
 from decoder.plugins.contenders.contender import PLAIN, UNDRAFTED, Run, total_of
 
 DRAWS: Final = 2000
-"""Number of bootstrap samples: the ends of a 90% interval then vary by about 4% of its width."""
+"""Number of bootstrap samples; with this many, the ends of a 90% interval vary by about 4% of its
+width."""
 
 LEVEL: Final = 0.90
 
@@ -32,7 +34,7 @@ _MT_BENCH_CATEGORIES: Final = frozenset(
         "humanities",
     }
 )
-"""Categories of MT-Bench, which Spec-Bench's tables count as one category."""
+"""Categories of MT-Bench, which the tables of Spec-Bench count as one category."""
 
 _SEED: Final = 20240115  # any fixed seed, so that intervals of a report are reproducible
 
@@ -43,14 +45,14 @@ Interval = tuple[float, float | None, float | None]
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A group of prompts, often just one, decoded in every way.
+    """A group of prompts, often just one, that all contenders decoded.
 
     Attributes:
-        category: category of the prompt; empty for a group of several.
+        category: category of the prompt; empty for a group of several prompts.
         runs: run of each contender, by name.
-        group: number of the group; turns of one conversation and seeds share it and are resampled
-            together.
-        asked: tokens of its prompts.
+        group: number of the group. The turns of a conversation share it, and so do the seeds; they
+            are resampled together.
+        asked: tokens of each prompt.
     """
 
     category: str
@@ -65,8 +67,8 @@ class Sums:
 
     Attributes:
         names: names of C contenders.
-        seconds: float64[G, C], for G groups.
-        tokens: float64[G, C].
+        seconds: float64[G, C], seconds in each of G groups.
+        tokens: float64[G, C], generated tokens.
         steps: float64[G, C], passes after the prompts' passes.
         step_tokens: float64[G, C], tokens of those passes.
     """
@@ -79,7 +81,7 @@ class Sums:
 
     @classmethod
     def of(cls, comparisons: Sequence[Comparison]) -> "Sums":
-        """Add up comparisons."""
+        """Return the sums of comparisons."""
         names = list(comparisons[0].runs)
         numbers = sorted({comparison.group for comparison in comparisons})
         row_of = {number: row for row, number in enumerate(numbers)}
@@ -91,7 +93,7 @@ class Sums:
         return cls(names, *sums)
 
     def speeds(self) -> NDArray[np.float64]:
-        """Return float64[1 + DRAWS, C], tokens per second: over all groups, then over each draw."""
+        """Return float64[1 + DRAWS, C], tokens per second: of all groups, then of each sample."""
         return _paces(self.tokens, self.seconds, self._draws())
 
     def accepted(self) -> NDArray[np.float64]:
@@ -99,7 +101,7 @@ class Sums:
         return _paces(self.step_tokens, self.steps, self._draws())
 
     def _draws(self) -> NDArray[np.float64]:
-        """Return float64[DRAWS, G], how often each group is drawn; the same for all contenders."""
+        """Return float64[DRAWS, G], how often each group is in each sample, for all contenders."""
         count = len(self.seconds)
         rng = np.random.default_rng(_SEED)
         drawn: NDArray[np.int64] = rng.multinomial(count, np.full(count, 1 / count), size=DRAWS)
@@ -115,13 +117,13 @@ def standings(comparisons: Sequence[Comparison], reference: str) -> dict[str, An
 
     Returns:
         `num_groups`, and `contenders` with the figures of each. `speedup` and `accepted_tokens`
-        (per pass and sequence) are `[value, low, high]`, with the ends of the interval at `LEVEL`
-        over groups, `None` if there is one group. `over`, in the same form, and `median_over`, the
-        median of groups, are ratios of tokens per second over plain generation and over decoding
-        without drafts, by name. Then follow counts and, for our contenders, how the time of passes
-        was spent, without prompts: `step_ms`, medians of target, drafter and host. `categories` has
-        the same by category; `against`, by contender and other contender, the ratio of their speeds
-        and of their accepted tokens.
+        (per pass and sequence) are `[value, low, high]`. The two ends of the interval at `LEVEL`
+        over groups are `None` if there is only one group. `over`, in the same form, has the ratios
+        of tokens per second over plain generation and over decoding without drafts, by name.
+        `median_over` has the medians of these ratios over groups. Then follow counts. For our
+        contenders, `step_ms` has the median milliseconds of a pass in target, drafter and host,
+        without prompts. `categories` has the same figures by category. `against` has, by contender
+        and other contender, the ratios of their speeds and of their accepted tokens.
     """
     columns: dict[str, list[Comparison]] = {}
     for comparison in comparisons:
@@ -156,7 +158,7 @@ def _figures(comparisons: Sequence[Comparison], reference: str) -> dict[str, Any
 
 
 def _spent(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return counts of a contender's runs and how their time was spent; shares are of the total."""
+    """Return counts of a contender's runs, and the parts of their time as shares of the total."""
     total = total_of(runs)
     seconds = sum(run.seconds for run in runs)
     passes = sum(run.num_passes for run in runs)
@@ -189,26 +191,26 @@ def _spent(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def column_of(category: str) -> str:
-    """Return the column of a category in Spec-Bench's tables."""
+    """Return the column of a category in the tables of Spec-Bench."""
     return MT_BENCH if category in _MT_BENCH_CATEGORIES else category
 
 
 def _paces(
     tokens: NDArray[np.float64], spent: NDArray[np.float64], weights: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return float64[1 + draws, C], tokens per cost: over all prompts, then over each draw."""
+    """Return float64[1 + draws, C], tokens per cost: of all groups, then of each sample."""
     drawn = np.concatenate([np.ones((1, len(tokens))), weights])
     taken = drawn @ spent
     paces: NDArray[np.float64] = np.where(taken > 0, drawn @ tokens / np.maximum(taken, 1e-12), 1.0)
-    return paces  # 1 if the cost is 0: answers of one token
+    return paces  # 1 if the cost is 0, as for answers of one token
 
 
 def _interval(drawn: NDArray[np.float64], count: int) -> Interval:
     """Return a figure, float64[1 + draws], with the ends of its percentile interval.
 
     Args:
-        drawn: the figure over all, then over each draw.
-        count: number of resampled groups; with one there is no interval.
+        drawn: the figure of all groups, then of each sample.
+        count: number of resampled groups; with one group there is no interval.
     """
     if count == 1:
         return float(drawn[0]), None, None
@@ -234,7 +236,7 @@ def _against(sums: Sums) -> dict[str, dict[str, dict[str, Interval]]]:
 
 
 def in_brackets(figure: Interval) -> str:
-    """Return a figure with its interval, if there is one, in words."""
+    """Return a figure as text, with its interval in brackets if there is one."""
     value, low, high = figure
     if low is None or high is None:
         return f"{value:.2f}"

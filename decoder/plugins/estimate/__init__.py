@@ -1,4 +1,4 @@
-"""What drafts would bring on recorded traffic: the command `estimate`."""
+"""The command `estimate`: it computes from recorded traffic how much drafts would save."""
 
 from indexer.launch import Command
 

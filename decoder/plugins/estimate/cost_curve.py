@@ -1,8 +1,9 @@
-"""What a pass costs by the nodes that it verifies: measured, read from a file, or by a roofline.
+"""The time of a pass by its number of nodes: measured, read from a file, or from a roofline.
 
-A roofline (Williams et al. 2009, doi:10.1145/1498765.1498785) takes the longer of two times: to
-read the weights once, and to multiply every row of the pass by them. Reading the KV cache of each
-sequence comes on top. So nodes are free until arithmetic takes longer than reading.
+A roofline (Williams et al. 2009, doi:10.1145/1498765.1498785) takes the longer of two times: the
+time to read the weights once, and the time to multiply every row of the pass by them. The time to
+read the KV cache of each sequence is added. So nodes are free until arithmetic takes longer than
+reading.
 """
 
 import json
@@ -21,26 +22,26 @@ if TYPE_CHECKING:
 
 BANDWIDTH_SHARE: Final = 0.8
 ARITHMETIC_SHARE: Final = 0.6
-"""Shares of the stated peaks that are reached: what tuned kernels come to with large matrices. A
-lower share of arithmetic makes nodes cost sooner."""
+"""Shares of the data sheet's peaks that tuned kernels reach with large matrices. With a lower share
+of arithmetic, fewer nodes are free."""
 
 _CONTEXTS: Final = (0, 1 << 20)
-"""Time is linear in the context, so that two points state it."""
+"""Time is linear in the context, so two points define it."""
 
 _BYTES_PER_WEIGHT: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
 class CostCurve:
-    """What a pass takes, and how that is known.
+    """The time of a pass, and where that figure comes from.
 
     Attributes:
         surface: seconds by context and by tokens of one sequence in the pass.
         source: where the figures come from, in a few words.
-        assumptions: what they take for granted, a sentence each.
-        batch: sequences that share a pass; drafts for them are made one after the other.
-        roofline: the name that it was computed for from data sheets, without the engine's own time,
-            so that what it promises is the most there can be; empty where passes were measured.
+        assumptions: the assumptions behind the figures, one sentence each.
+        batch: number of sequences that share a pass; they are drafted for one after the other.
+        roofline: name of the roofline that gave the figures; empty if passes were measured. A
+            roofline leaves out the engine's own time, so its speed-ups are upper bounds.
     """
 
     surface: CostSurface
@@ -50,13 +51,14 @@ class CostCurve:
     roofline: str = ""
 
     def seconds(self, num_nodes: int, context: int) -> float:
-        """Return what a pass takes that verifies so many nodes behind `context` tokens."""
+        """Return the seconds of a pass that verifies `num_nodes` nodes after `context` tokens."""
         return self.surface.pass_s(num_nodes + 1, context)
 
     def reaching(self, max_nodes: int) -> "CostCurve":
-        """Return a curve that knows passes of `max_nodes` nodes.
+        """Return a curve that covers passes of `max_nodes` nodes.
 
-        Beyond the widest pass it goes on as between the last two widths, and says so.
+        Beyond the widest pass, the curve is extrapolated from the last two widths. An added
+        assumption says so.
         """
         surface, widest = self.surface, self.surface.widths[-1]
         if max_nodes < widest:
@@ -67,17 +69,19 @@ class CostCurve:
             (*row, row[-1] + share * max(row[-1] - row[-2], 0.0)) for row in surface.seconds
         )
         wider = CostSurface(surface.contexts, (*surface.widths, max_nodes + 1), rows)
-        told = f"beyond {widest - 1} nodes, passes cost as between {before - 1} and {widest - 1}"
+        told = (
+            f"beyond {widest - 1} nodes, extrapolated from passes of {before - 1} and {widest - 1}"
+        )
         return replace(self, surface=wider, assumptions=(*self.assumptions, told))
 
 
 def roofline(name: str, batch: int, max_nodes: int) -> CostCurve:
-    """Return the built-in curve of a name in `ROOFLINES`.
+    """Return the built-in curve with a name from `ROOFLINES`.
 
     Args:
-        name: of model size and device, such as "8b-h100".
-        batch: sequences in a pass.
-        max_nodes: most nodes for each of them.
+        name: model size and device, such as "8b-h100".
+        batch: number of sequences in a pass.
+        max_nodes: largest number of nodes for each sequence.
     """
     size_name, _, device_name = name.partition("-")
     size, device = SIZES[size_name], DEVICES[device_name]
@@ -107,11 +111,11 @@ def roofline(name: str, batch: int, max_nodes: int) -> CostCurve:
             ),
             (
                 f"arithmetic at {ARITHMETIC_SHARE:.0%} of {device.flops / 1e12:.0f} TFLOPS (data "
-                f"sheet): nodes are free up to {num_free} for each sequence"
+                f"sheet): up to {num_free} nodes for each sequence are free"
             ),
             (
-                f"KV cache of {size.kv_bytes / 1024:.0f} KiB a token, read once in a pass; the "
-                "engine's own time for a step is left out"
+                f"KV cache of {size.kv_bytes / 1024:.0f} KiB per token, read once in a pass; the "
+                "engine's own time in a step is left out"
             ),
         ),
         batch,
@@ -120,7 +124,7 @@ def roofline(name: str, batch: int, max_nodes: int) -> CostCurve:
 
 
 def measured(language_model: "LanguageModel", store: "CostStore | None") -> CostCurve:
-    """Return what passes of a model cost on this machine, measured unless a store knows it.
+    """Return the costs of a model's passes on this machine, from the store or by measuring.
 
     Raises:
         UnsupportedModelError: the model cannot verify trees.
@@ -133,8 +137,8 @@ def measured(language_model: "LanguageModel", store: "CostStore | None") -> Cost
     target = Target(language_model.model, verdicts=store or FOUND_HERE)
     if target.capability is not Capability.TREES:
         raise UnsupportedModelError(
-            f"{language_model.name} cannot verify trees of tokens, which the estimate counts: "
-            "name another --model, or give its costs by --costs"
+            f"{language_model.name} cannot verify draft trees, and the estimate assumes them: name "
+            "another --model, or pass its costs with --costs"
         )
     surface = known_costs(target, language_model.model, store)
     model = language_model.model
@@ -142,15 +146,15 @@ def measured(language_model: "LanguageModel", store: "CostStore | None") -> Cost
     return CostCurve(
         surface,
         f"passes of {language_model.name} in {dtype}, measured on this machine ({model.device})",
-        (f"one sequence in a pass, behind {_contexts(surface)} tokens of context",),
+        (f"one sequence in a pass, after {_contexts(surface)} tokens of context",),
     )
 
 
 def from_file(path: Path) -> CostCurve:
     """Read measured costs: a file of the cost cache, a report of `bench --json`, or a plain table.
 
-    A plain table is `{"widths": [1, 2, ...], "seconds": [...]}`, a width being the nodes and one
-    more; with `contexts`, `seconds` holds a row for each.
+    A plain table is `{"widths": [1, 2, ...], "seconds": [...]}`. A width is the number of nodes
+    plus one. If the table has `contexts`, `seconds` holds one row for each context.
 
     Raises:
         CostFileError: the file cannot be read or holds no costs.
@@ -161,24 +165,24 @@ def from_file(path: Path) -> CostCurve:
         raise CostFileError(f"{path} cannot be read as JSON: {reason_of(error)}") from error
     try:
         surface = checked_surface(*_axes(content))
-        _, _ = surface.widths[:2]  # how costs rise takes two widths
+        _, _ = surface.widths[:2]  # a slope takes two widths
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CostFileError(
-            f'{path} holds no costs of passes: expected {{"widths": [1, 2, ...], "seconds": '
-            "[...]}, both rising, a file of the cost cache, or a report of `foredraft bench --json`"
+            f'{path} holds no costs of passes: it must be {{"widths": [1, 2, ...], "seconds": '
+            "[...]} with rising widths, a file of the cost cache, or a report of `bench --json`"
         ) from error
     return CostCurve(
         surface,
         f"costs in {path}",
-        (f"as the file states them, behind {_contexts(surface)} tokens of context",),
+        (f"as the file states them, after {_contexts(surface)} tokens of context",),
     )
 
 
 def _axes(content: Any) -> tuple[list[Any], list[Any], list[Any]]:
-    """Return contexts, widths and rows of seconds of any of the forms.
+    """Return the contexts, widths and rows of seconds from content in any of the three forms.
 
     Raises:
-        KeyError, TypeError, ValueError or AttributeError: it is none of them.
+        KeyError, TypeError, ValueError or AttributeError: the content has none of the forms.
     """
     if "cost_curve" in content:
         rows = content["cost_curve"]

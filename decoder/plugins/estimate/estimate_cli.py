@@ -1,6 +1,6 @@
-"""The command `estimate`: its options, and what they say.
+"""The command `estimate`: its options and their help.
 
-What it does is imported when it does it, so that its help comes at once.
+The work itself is imported only when the command runs, so `--help` answers at once.
 """
 
 from pathlib import Path
@@ -19,9 +19,9 @@ def run_estimate(
         Path,
         typer.Argument(
             metavar="LOG",
-            help="Recorded traffic, of which each turn of the assistant is an output: .jsonl (.gz "
-            "too), .json, .csv or .parquet with `messages`, `conversations`, `prompt` and "
-            "`output`, `request` and `response` and the like; or `prompt_ids` and `output_ids`.",
+            help="Recorded traffic; each turn of the assistant is one output. Formats: .jsonl (.gz "
+            "too), .json, .csv or .parquet. Fields: `messages`, `conversations`, `prompt` and "
+            "`output`, `request` and `response` and the like, or `prompt_ids` and `output_ids`.",
         ),
     ],
     *,
@@ -30,24 +30,26 @@ def run_estimate(
     costs: CostSettings,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw it, too (.png or .svg).", rich_help_panel="Output"),
+        typer.Option(metavar="FILE", help="Draw a plot (.png or .svg).", rich_help_panel="Output"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say from recorded prompts and outputs whether drafts would help, and how much.
 
-    The log is replayed without a model: a draft changes no output, so the
-    tokens that each pass would have brought are known. Each record drafts
-    from its own prompt and from the outputs before it, as in service. Prompt
-    lookup is replayed next to it, or what --drafter names.
+    The log is replayed without a model. A draft changes no output, so the
+    recording shows which tokens each pass would have accepted. Each record
+    drafts from its own prompt and from the outputs before it, as in service.
+    For comparison, prompt lookup is replayed too, or the rules that --drafter
+    names.
 
-    Time follows from what a pass costs by the nodes that it verifies, and from
-    how long drafting takes here. Measure passes with --model where you would
-    run it. By default they are those of an 8B model on one H100, computed from
-    its data sheet.
+    The projected time adds up the cost of each pass, which depends on its
+    number of nodes, and the drafting time measured on this machine. Run with
+    --model on the target machine to measure passes there. The default costs
+    are those of an 8B model on one H100, computed from its data sheet.
 
-    What of the log cannot be read is skipped, and standard error says how much,
-    where and why. The last line is the answer. The status is 0 whatever it is.
+    Records that cannot be read are skipped. Standard error says how many,
+    where and why. The last line is the verdict. The exit status is 0 for
+    either verdict.
     """
     from decoder.plugins.estimate.estimate_command import estimate  # noqa: PLC0415  (loads torch)
 
@@ -55,10 +57,10 @@ def run_estimate(
 
 
 app = command_line(
-    "The command `estimate`: its options, and what they say.", {"estimate": run_estimate}
+    "The command `estimate`: its options and their help.", {"estimate": run_estimate}
 )
 
 
 def main() -> None:
-    """Run the command line; errors are printed in one line."""
+    """Run the command line and print errors in one line."""
     run(app)

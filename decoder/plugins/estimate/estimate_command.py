@@ -1,4 +1,4 @@
-"""The command that says whether drafts would help, from recorded outputs."""
+"""The command that says from recorded outputs whether drafts would help."""
 
 import json
 from itertools import islice
@@ -49,14 +49,14 @@ from retriever.sessions.options import check_files, indexed_tokenizer
 from retriever.traces.traces import REPEATED, ChatEncoder, stream_traces
 
 _CROWDED: Final = 32
-"""Sequences in a pass of a busy server: what a gain for one alone is set against."""
+"""Sequences in a pass of a busy server, whose gain is shown next to the gain for one sequence."""
 
 _ASSUMPTIONS: Final = (
     "each output drafts from its own prompt and from the outputs before it in the log",
-    "an output's first token comes with the pass over its prompt, and is not counted",
-    "drafts from the model's logits (recycling) are left out: a log has none; they would add",
-    f"{PAYING}: drafts are cut to what pays by these costs, as `foredraft generate` does",
-    "the others are our readings of their rules at their best settings",
+    "an output's first token comes from the pass over its prompt, and is not counted",
+    "drafts from the model's logits (recycling) are left out: a log has no logits; they would help",
+    f"{PAYING}: each draft has as many nodes as pay off at these costs, as in `foredraft generate`",
+    "the other drafters are our implementations of their rules, at their best settings",
 )
 
 
@@ -101,7 +101,7 @@ def estimate(
 
 
 def _curve(costs: CostSettings, max_nodes: int) -> CostCurve:
-    """Return what passes cost, up to so many nodes.
+    """Return the costs of passes with up to `max_nodes` nodes.
 
     Raises:
         DecoderError: the model or the file cannot be used.
@@ -127,9 +127,9 @@ def _replayed(
     drafts: EstimatedDrafts,
     progress: Progress,
 ) -> tuple[list[ProjectedOutcome], Crowded | None]:
-    """Replay the log with every rule and budget, and our drafts for a busy server, too.
+    """Replay the log with every rule and budget.
 
-    The latter where passes are computed for one sequence alone.
+    If passes are computed for a single sequence, our drafts are also replayed for a busy server.
     """
     budgets: list[Nodes] = [PAYING, *reversed(drafts.budgets)]
     most = most_nodes(budgets, curve)
@@ -167,20 +167,20 @@ def _estimate(
     num_repeats: int,
 ) -> Estimate:
     tokenizer, fit = encoder.used_tokenizer, encoder.fit
-    short = f"; {records.num_short:,} have less than two: nothing to draft"
+    short = f"; {records.num_short:,} have fewer than two: nothing to draft"
     taken = [
         f"{records.num_records:,} outputs of {records.num_tokens:,} tokens"
         + (short if records.num_short else ""),
         *_ASSUMPTIONS,
     ]
     if tokenizer is not None:
-        taken.append(f"tokens are those of {tokenizer}: name your model's by --tokenizer")
+        taken.append(f"texts use the tokenizer of {tokenizer}: name your model's with --tokenizer")
     if drafts.index:
-        taken.append("no index holds the log's own outputs, which would foretell themselves")
+        taken.append("no index holds the log's own outputs: they would predict themselves")
     if fit.num_tokens:
         taken.append(
-            f"{fit.num_tokens / fit.num_characters:.2f} tokens a character, "
-            f"{fit.share_of_parts:.0%} of them parts of one"
+            f"{fit.num_tokens / fit.num_characters:.2f} tokens per character, "
+            f"{fit.share_of_parts:.0%} of them parts of a character"
         )
     return Estimate(
         outcomes[0],
@@ -204,5 +204,5 @@ def _show(estimate: Estimate, *, is_json: bool) -> None:
         print_table(table)
     for line in assumptions(estimate):
         typer.echo(f"- {line}")
-    typer.echo(f"\nothers at their best: {beside(estimate)}")
+    typer.echo(f"\nother drafters at their best: {beside(estimate)}")
     typer.echo(f"foredraft: {verdict(estimate)}")

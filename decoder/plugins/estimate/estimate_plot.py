@@ -1,4 +1,4 @@
-"""Drawing an estimate: tokens per step and projected speed-up against the nodes of a draft."""
+"""Plots of an estimate: tokens per step and projected speed-up by the nodes of a draft."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -9,14 +9,14 @@ from decoder.plugins.estimate.projection import PAYING
 from retriever.commands.factories import OWN
 
 _MAX_COLUMNS: Final = 6
-"""Kinds that are drawn: more could not be read side by side."""
+"""Most kinds of traffic in one plot; more columns would be too narrow to read."""
 
 _COLOURS: Final = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")
-"""Told apart by readers who see few colours (Okabe and Ito, 2008)."""
+"""Colours that colour-blind readers can tell apart (Okabe and Ito, 2008)."""
 
 
 def draw(estimate: Estimate, path: Path) -> None:
-    """Write the plot: a column for each kind, a line for each way of drafting.
+    """Write the plot: a column for each kind of traffic, a line for each drafting rule.
 
     Raises:
         PlotError: the file cannot be written.

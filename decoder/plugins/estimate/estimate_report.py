@@ -1,4 +1,4 @@
-"""What an estimate says: a verdict in a sentence, two tables, and all figures as values."""
+"""The report of an estimate: a verdict in one sentence, two tables, and all figures as values."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -14,31 +14,31 @@ from retriever.commands.factories import OWN
 from retriever.traces.traces import TokenizerFit
 
 WORTH_IT: Final = 1.05
-"""Least speed-up that counts: a machine's own noise is a few percent."""
+"""Smallest speed-up that counts as a gain: the noise of a machine is a few percent."""
 
 REPETITIVE: Final = 1.15
-"""Tokens per step below which drafts fail because texts do not repeat, whatever passes cost."""
+"""With fewer tokens per step, the verdict blames texts that repeat little, not costly passes."""
 
 
 FEW_OUTPUTS: Final = 50
-"""With fewer outputs, a verdict is that of a handful of texts."""
+"""With fewer outputs, the verdict warns that they are few."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """All that was replayed, and what it took for granted.
+    """The outcomes of all replays, and the assumptions behind them.
 
     Attributes:
         plain: plain decoding of the same outputs.
-        outcomes: every way of drafting with every budget.
-        curve: what passes cost.
-        kinds: of traffic; one for all where they are not told apart.
-        field: of the log that tells them; empty if none does.
-        assumptions: of the replay, a sentence each.
-        num_outputs: that were replayed.
-        num_repeats: answers that were read before, and count once.
-        fit: how the tokenizer divides their texts.
-        crowded: for passes by a roofline, what our drafts gain where more sequences share one.
+        outcomes: one outcome for every drafter with every budget.
+        curve: costs of passes.
+        kinds: kinds of traffic; a single one if the log does not distinguish them.
+        field: field of the log that names the kind; empty if there is none.
+        assumptions: assumptions of the replay, one sentence each.
+        num_outputs: number of outputs that were replayed.
+        num_repeats: number of repeated answers in the log; each answer is replayed only once.
+        fit: how the tokenizer divides the texts.
+        crowded: with a roofline, the gain of our drafts if more sequences share a pass.
     """
 
     plain: ProjectedOutcome
@@ -54,43 +54,43 @@ class Estimate:
 
     @property
     def drafters(self) -> list[str]:
-        """Names of the ways of drafting, our own first."""
+        """Names of the drafters, our own first."""
         return list(dict.fromkeys(outcome.drafter for outcome in self.outcomes))
 
     @property
     def budgets(self) -> list[Nodes]:
-        """What drafts were limited to, in order."""
+        """Budgets of the replays, in order."""
         return list(dict.fromkeys(outcome.nodes for outcome in self.outcomes))
 
     @property
     def shown_kinds(self) -> list[str]:
-        """The kinds, and, where there are several, all together at the end."""
+        """The kinds of traffic; if there are several, all of them together come last."""
         return [*self.kinds, ALL] if len(self.kinds) > 1 else list(self.kinds)
 
     def of(self, drafter: str, nodes: Nodes) -> ProjectedOutcome:
-        """Return the outcome of a way of drafting with a budget."""
+        """Return the outcome of a drafter with a budget."""
         return next(o for o in self.outcomes if (o.drafter, o.nodes) == (drafter, nodes))
 
     def best(self, drafter: str, kind: str = ALL) -> ProjectedOutcome:
-        """Return the quickest outcome of a way of drafting."""
+        """Return the fastest outcome of a drafter."""
         return best_of(self.outcomes, self.plain, drafter, kind)
 
     def speedup(self, drafter: str, kind: str = ALL) -> float:
-        """Return the speed-up of a way of drafting at its best budget."""
+        """Return the speed-up of a drafter at its best budget."""
         return self.best(drafter, kind).speedup(self.plain, kind)
 
     def helps(self, kind: str = ALL) -> bool:
-        """Return whether our drafts are worth it."""
+        """Return whether our drafts make decoding faster by at least the factor `WORTH_IT`."""
         return self.speedup(OWN, kind) >= WORTH_IT
 
 
 @dataclass(frozen=True, slots=True)
 class Crowded:
-    """What our drafts, cut to what pays, gain where many sequences share a pass.
+    """The gain of our drafts, with as many nodes as pay off, if many sequences share a pass.
 
     Attributes:
-        batch: sequences in a pass.
-        speedup: over plain decoding of as many.
+        batch: number of sequences in a pass.
+        speedup: speed-up over plain decoding with the same number of sequences.
     """
 
     batch: int
@@ -98,7 +98,7 @@ class Crowded:
 
 
 def verdict(estimate: Estimate) -> str:
-    """Return in one sentence whether our drafts help, how much, and where they do not."""
+    """Return one sentence: whether our drafts help, by how much, and for which traffic not."""
     if estimate.fit is not None and estimate.fit.caution:
         return f"no verdict: {estimate.fit.caution}"
     best = estimate.best(OWN)
@@ -112,7 +112,7 @@ def verdict(estimate: Estimate) -> str:
         f"{_bounds(estimate)}"
     )
     if estimate.num_outputs < FEW_OUTPUTS:
-        told += f"; {estimate.num_outputs} outputs are few: more of them may tell otherwise"
+        told += f"; {estimate.num_outputs} outputs are few: more outputs may change the verdict"
     others = [kind for kind in estimate.kinds if kind not in helped]
     return told + (f"; it won't help with {_listed(estimate, others)}" if others else "")
 
@@ -122,7 +122,7 @@ def _about(estimate: Estimate) -> str:
 
 
 def _bounds(estimate: Estimate) -> str:
-    """Return for how many sequences computed passes hold, and what they leave out."""
+    """Return the number of sequences that computed costs assume, and what the costs leave out."""
     if not estimate.curve.roofline:
         return ""
     batch, crowded = estimate.curve.batch, estimate.crowded
@@ -131,12 +131,12 @@ def _bounds(estimate: Estimate) -> str:
         told += f" ({crowded.speedup:.1f} times for {crowded.batch} in a pass)"
     return (
         f"{told}, computed for {estimate.curve.roofline} without the engine's own time, not "
-        "measured: `--model M` measures yours"
+        "measured: `--model M` measures your model"
     )
 
 
 def beside(estimate: Estimate) -> str:
-    """Return the best of the other ways of drafting, in a line."""
+    """Return one line with the best speed-up of each of the other drafters."""
     others = [drafter for drafter in estimate.drafters if drafter != OWN]
     return ", ".join(
         f"{drafter}: {estimate.speedup(drafter):.2f} with {_budget(estimate.best(drafter))}"
@@ -145,7 +145,7 @@ def beside(estimate: Estimate) -> str:
 
 
 def tables(estimate: Estimate) -> Iterator[Table]:
-    """Give tokens per step, then the projected speed-up, by kind, drafter and budget."""
+    """Yield two tables by kind, drafter and budget: tokens per step, and projected speed-up."""
     yield _table(
         estimate, "tokens per step", lambda outcome, kind: outcome.tally(kind).tokens_per_step
     )
@@ -157,17 +157,17 @@ def tables(estimate: Estimate) -> Iterator[Table]:
 
 
 def assumptions(estimate: Estimate) -> list[str]:
-    """Return what the figures take for granted, a sentence each; drafting times come last."""
+    """Return the assumptions behind the figures, one sentence each; drafting times come last."""
     batch = estimate.curve.batch
     times = ", ".join(
         f"{drafter} {_draft_us(estimate, drafter):.0f} µs" for drafter in estimate.drafters
     )
-    many = f", {batch} times in a pass" if batch > 1 else ""
+    many = f", {batch} times per pass" if batch > 1 else ""
     return [
         f"passes: {estimate.curve.source}",
         *estimate.curve.assumptions,
         *estimate.assumptions,
-        f"drafting, in processor time measured here, counts too; at most in a step: {times}{many}",
+        f"drafting time (processor time measured here) is included; per step at most {times}{many}",
     ]
 
 
@@ -205,31 +205,32 @@ def _outcome(estimate: Estimate, outcome: ProjectedOutcome) -> dict[str, Any]:
 
 
 def _reason(estimate: Estimate) -> str:
-    """Return why our drafts do not help, by what the largest tree would bring."""
+    """Return why our drafts do not help, judged by the budget with the most tokens per step."""
     most = max(
         (o for o in estimate.outcomes if o.drafter == OWN), key=lambda o: o.tally().tokens_per_step
     )
     tokens = most.tally().tokens_per_step
     if tokens < REPETITIVE:
         return (
-            f"for the outputs repeat little of what was written before ({tokens:.2f} tokens per "
-            f"step with {_budget(most)})"
+            f"for the outputs repeat little of the earlier text ({tokens:.2f} tokens per step with "
+            f"{_budget(most)})"
         )
     return (
-        f"for drafts and passes take the time that they save ({tokens:.2f} tokens per step with "
-        f"{_budget(most)}, at {_dearness(most, estimate):.2f} times the time of a plain one)"
+        f"for drafting and larger passes take the time that drafts save ({tokens:.2f} tokens per "
+        f"step with {_budget(most)}, at {_dearness(most, estimate):.2f} times the time of a plain "
+        "step)"
     )
 
 
 def _dearness(outcome: ProjectedOutcome, estimate: Estimate) -> float:
-    """Return the time of a step over that of a plain one."""
+    """Return the time of a step divided by the time of a plain step."""
     tally, plain = outcome.tally(), estimate.plain.tally()
     return (tally.seconds / tally.steps) / (plain.seconds / plain.steps)
 
 
 def _budget(outcome: ProjectedOutcome) -> str:
     if outcome.nodes == PAYING:
-        return f"drafts cut to what pays ({outcome.tally().nodes_per_step:.1f} nodes on average)"
+        return f"as many nodes as pay off ({outcome.tally().nodes_per_step:.1f} on average)"
     return f"{outcome.nodes} nodes"
 
 
@@ -238,7 +239,7 @@ def _listed(estimate: Estimate, kinds: Sequence[str]) -> str:
 
 
 def _draft_us(estimate: Estimate, drafter: str) -> float:
-    """Return the most microseconds of drafting in a step, for one sequence."""
+    """Return the drafting time per step and sequence, in microseconds, at the slowest budget."""
     own = [o.tally() for o in estimate.outcomes if o.drafter == drafter]
     return max(each.draft_s / max(each.steps, 1) for each in own) * 1e6 / estimate.curve.batch
 

@@ -1,4 +1,4 @@
-"""What an estimate can be asked for: rooflines from data sheets, fields that tell kinds apart."""
+"""The options of an estimate, and the data sheets behind its rooflines."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,12 +15,12 @@ from retriever.operations.settings import RecordSettings
 
 
 class Device(NamedTuple):
-    """An accelerator as its maker's data sheet states it.
+    """An accelerator with the figures of its maker's data sheet.
 
     Attributes:
-        name: of the product.
-        bytes_per_s: bandwidth of its memory.
-        flops: dense bfloat16 operations in a second.
+        name: name of the product.
+        bytes_per_s: memory bandwidth in bytes per second.
+        flops: dense bfloat16 operations per second.
     """
 
     name: str
@@ -32,10 +32,10 @@ class Size(NamedTuple):
     """A model in bfloat16.
 
     Attributes:
-        name: of a model of this size.
-        num_parameters: all of them are read and multiplied by in every pass.
-        kv_bytes: of the KV cache, for each token of context.
-        num_devices: that share weights and work evenly.
+        name: name of a model of this size.
+        num_parameters: number of parameters; every pass reads and multiplies by all of them.
+        kv_bytes: bytes of KV cache for each token of context.
+        num_devices: number of devices; they share weights and work evenly.
     """
 
     name: str
@@ -50,39 +50,39 @@ DEVICES: Final[Mapping[str, Device]] = {
     "rtx4090": Device("NVIDIA GeForce RTX 4090", 1.008e12, 165e12),
     "l4": Device("NVIDIA L4", 300e9, 121e12),
 }
-"""By the name that stands behind the dash; figures of the makers' data sheets."""
+"""Devices by the part of a roofline's name after the dash; figures from the makers' data sheets."""
 
-# KV bytes: layers x heads of keys x their size x 2 (keys, values) x 2 bytes.
+# KV bytes: layers x KV heads x size of a head x 2 (keys, values) x 2 bytes.
 SIZES: Final[Mapping[str, Size]] = {
     "1b": Size("Llama 3.2 1B", 1.24e9, 16 * 8 * 64 * 4),
     "8b": Size("Llama 3.1 8B", 8.03e9, 32 * 8 * 128 * 4),
     "70b": Size("Llama 3.1 70B", 70.6e9, 80 * 8 * 128 * 4, num_devices=4),
 }
-"""By the name that stands before the dash."""
+"""Models by the part of a roofline's name before the dash."""
 
 ROOFLINES: Final = tuple(
     f"{size}-{device}"
     for size in SIZES
     for device in DEVICES
-    if size != "70b" or device in {"h100", "a100"}  # the others have no room for it
+    if size != "70b" or device in {"h100", "a100"}  # it does not fit on the others
 )
 DEFAULT_ROOFLINE: Final = "8b-h100"
 
 KIND_FIELDS: Final = ("category", "kind", "task", "model")
-"""Fields that say what kind of traffic a record is, the first that the log has."""
+"""Fields that may name a record's kind of traffic; the first one that the log has is used."""
 
 NO_FIELD: Final = "none"
-"""In place of a field: do not tell kinds apart."""
+"""Value of --by that treats all traffic as one kind."""
 
 _MODEL: Final = ModelOptions(DEFAULT_MODEL)
 _MAX_BUDGET: Final = Limits().max_budget_nodes
 
 BUDGETS: Final = (4, 8, 16, 32, 64)
-"""Most nodes of a draft that an estimate is made for."""
+"""Default budgets of an estimate: largest numbers of nodes in a draft."""
 
 
 class LogSettings(RecordSettings):
-    """What of the log is replayed."""
+    """Which records of the log are replayed, and how they are read."""
 
     model_config = ConfigDict(title="Log", extra="forbid", frozen=True, defer_build=True)
 
@@ -90,30 +90,30 @@ class LogSettings(RecordSettings):
         str | None,
         Metavar("FIELD"),
         Field(
-            description="A field of the records that tells kinds of traffic apart, or "
-            f"{NO_FIELD}. Default: the first of {', '.join(KIND_FIELDS)} that there is."
+            description=f"The field of a record that names its kind of traffic, or {NO_FIELD}. "
+            f"Default: the first of {', '.join(KIND_FIELDS)} that the log has."
         ),
     ] = None
     limit: Annotated[
         int,
         Field(
             ge=1,
-            description="Replay only the first so many outputs. The more there are, the more "
-            "earlier ones there are to draft from, and the longer it takes.",
+            description="Replay at most this many outputs, the first ones. With more outputs, "
+            "later ones have more text to draft from, and the replay takes longer.",
         ),
     ] = 200
     tokenizer: Annotated[
         str | None,
         Metavar("MODEL"),
         Field(
-            description="The tokenizer of texts: a hub id, a folder or a .gguf file. Default: "
-            f"that of --model, or else that of the index, or else {DEFAULT_MODEL}."
+            description="The tokenizer for texts: a hub id, a folder or a .gguf file. Default: "
+            f"the tokenizer of --model, else of the index, else of {DEFAULT_MODEL}."
         ),
     ] = None
 
 
 class EstimatedDrafts(BaseModel):
-    """What is drafted, from what and by which rules."""
+    """What drafts come from, by which rules, and how large they are."""
 
     model_config = ConfigDict(title="Drafts", extra="forbid", frozen=True, defer_build=True)
 
@@ -121,23 +121,23 @@ class EstimatedDrafts(BaseModel):
         list[Path],
         Metavar("DIR"),
         Field(
-            description="An index to draft from, too. It should not hold the log's own outputs: "
-            "they would foretell themselves. Repeatable."
+            description="An index to draft from as well. It should not hold the log's own outputs: "
+            "they would predict themselves. Repeatable."
         ),
     ] = []
     drafter: Annotated[
         list[str],
         Metavar("NAME"),
         Field(
-            description="A rule of others to replay next to our own drafter, as `replay --drafter` "
-            "takes it. Repeatable. Default: prompt-lookup."
+            description="Another drafter to replay for comparison with our own; names as in "
+            "`replay --drafter`. Repeatable. Default: prompt-lookup."
         ),
     ] = ["prompt-lookup"]
     budget: Annotated[
         list[int],
         Metavar("N"),
         Field(
-            description="Most nodes of a draft, from 1 to "
+            description="The largest number of nodes in a draft, from 1 to "
             f"{_MAX_BUDGET}. Repeatable. Default: "
             f"{', '.join(map(str, BUDGETS))}."
         ),
@@ -145,21 +145,21 @@ class EstimatedDrafts(BaseModel):
 
     @property
     def budgets(self) -> list[int]:
-        """The budgets, rising."""
+        """The budgets in ascending order."""
         return sorted(set(self.budget or BUDGETS))
 
     def check(self) -> None:
-        """Refuse budgets that no drafter takes.
+        """Refuse budgets that are out of range.
 
         Raises:
-            ContradictoryOptionsError: one is out of its range.
+            ContradictoryOptionsError: a budget is out of range.
         """
         is_possible = 1 <= self.budgets[0] <= self.budgets[-1] <= _MAX_BUDGET
-        refuse_contradictions((not is_possible, f"--budget is from 1 to {_MAX_BUDGET} nodes"))
+        refuse_contradictions((not is_possible, f"--budget must be from 1 to {_MAX_BUDGET} nodes"))
 
 
 class CostSettings(BaseModel):
-    """What passes of the model cost: one of --model, --costs and --roofline."""
+    """Where the costs of passes come from: --model, --costs or --roofline."""
 
     model_config = ConfigDict(
         title="Costs of passes", extra="forbid", frozen=True, defer_build=True
@@ -173,63 +173,63 @@ class CostSettings(BaseModel):
             "a .gguf file."
         ),
     ] = None
-    dtype: Annotated[Precision, Field(description="With --model: what the model computes in.")] = (
+    dtype: Annotated[Precision, Field(description="With --model: data type of the model.")] = (
         _MODEL.precision
     )
-    device: Annotated[str, Metavar("DEVICE"), Field(description="With --model: where it runs.")] = (
+    device: Annotated[str, Metavar("DEVICE"), Field(description="With --model: device to use.")] = (
         _MODEL.device
     )
     cost_cache: Annotated[
         str | None,
         Metavar("DIR"),
-        Field(description="With --model: where costs are kept, none to measure always."),
+        Field(description="With --model: where costs are stored; none: always measure."),
     ] = None
     costs: Annotated[
         Path | None,
         Metavar("FILE"),
         Field(
-            description="Read them: a report of `bench --json`, or JSON with `widths` (nodes and "
-            "one more) and `seconds`."
+            description="Read the costs from a file: a report of `bench --json`, or JSON with "
+            "`widths` (number of nodes plus one) and `seconds`."
         ),
     ] = None
     roofline: Annotated[
         str | None,
         Metavar("NAME"),
         Field(
-            description="Compute them from data sheets, for a model in bfloat16 on a device: "
+            description="Compute the costs from data sheets, for a bfloat16 model on a device: "
             f"{', '.join(ROOFLINES)}. Default: {DEFAULT_ROOFLINE}."
         ),
     ] = None
     batch: Annotated[
-        int, Field(ge=1, description="With --roofline: sequences that share a pass.")
+        int, Field(ge=1, description="With --roofline: number of sequences in a pass.")
     ] = 1
 
     def check(self) -> None:
         """Refuse options that contradict one another.
 
         Raises:
-            ContradictoryOptionsError: there is more than one source of costs, or a batch for
-                costs that have their own, or no such roofline.
+            ContradictoryOptionsError: there is more than one source of costs, or --batch comes
+                with measured costs, or there is no such roofline.
         """
         named = {"--model": self.model, "--costs": self.costs, "--roofline": self.roofline}
         given = [option for option, value in named.items() if value is not None]
         refuse_contradictions(
             (
                 len(given) > 1,
-                f"{' and '.join(given)} exclude each other: costs come from one place",
+                f"{' and '.join(given)} exclude each other: choose one source of costs",
             ),
             (
                 self.batch != 1 and (self.model or self.costs),
                 (
-                    f"--batch is for --roofline: costs of {''.join(given[:1])} hold for the "
-                    "batch that they were measured with"
+                    f"--batch needs --roofline: the costs of {''.join(given[:1])} hold only for "
+                    "the batch that they were measured with"
                 ),
             ),
             (
                 self.roofline is not None and self.roofline not in ROOFLINES,
                 (
-                    f"--roofline {self.roofline}: there are {', '.join(ROOFLINES)}; for others, "
-                    "measure with --model or give --costs"
+                    f"--roofline {self.roofline} is unknown: choose from {', '.join(ROOFLINES)}, "
+                    "measure with --model, or pass --costs"
                 ),
             ),
         )

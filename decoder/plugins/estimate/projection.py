@@ -1,7 +1,7 @@
-"""Replaying a log as the decoding loop would run, with passes that take what a curve says.
+"""Replaying a log as the decoding loop would decode it; a cost curve gives the time of each pass.
 
-A draft changes no output, so what a pass accepts can be counted from the recording. The prompt's
-pass brings the first token of an output and is not counted, with or without drafts.
+A draft changes no output, so the recording shows what each pass would accept. The pass over the
+prompt yields the first token of an output. It is never counted, nor is that token.
 """
 
 import time
@@ -20,39 +20,39 @@ from retriever.traces.traces import Trace
 from retriever.tree import DraftTree
 
 PAYING: Final = "paying"
-"""In place of a number of nodes: drafts are cut to what pays by the curve, as the decoder does."""
+"""Budget in place of a number: as many nodes as pay off by the curve, as in the decoder."""
 
 Nodes = int | str
-"""Most nodes of a draft, or `PAYING`."""
+"""Largest number of nodes in a draft, or `PAYING`."""
 
 _SESSION: Final = "estimate"
 
 
 class ProjectedRule(Protocol):
-    """A way of drafting; see `decoder.plugins.contenders.drafting_rules`."""
+    """A drafting rule; see `decoder.plugins.contenders.drafting_rules`."""
 
     @property
     def name(self) -> str:
-        """In reports."""
+        """Name of the rule in reports."""
         ...
 
     @property
     def opened(self) -> Callable[[int], AbstractContextManager[Drafter]]:
-        """Gives a drafter that has seen nothing, for at most so many nodes."""
+        """Opens a drafter that has seen no text; the argument is its largest number of nodes."""
         ...
 
 
 @dataclass(slots=True)
 class Tally:
-    """Counts and times of decoding, added up.
+    """Sums of counts and times of decoding.
 
     Attributes:
-        records: outputs.
-        tokens: of them, but for the first of each.
-        steps: passes that brought these.
-        nodes: that the passes verified.
-        pass_s: seconds of the passes, by the curve.
-        draft_s: seconds of drafting, as measured, for all sequences of a batch.
+        records: number of outputs.
+        tokens: tokens of the outputs, without the first token of each.
+        steps: passes that yielded these tokens.
+        nodes: nodes that the passes verified.
+        pass_s: seconds of the passes, from the curve.
+        draft_s: measured seconds of drafting, for all sequences of a batch.
     """
 
     records: int = 0
@@ -64,21 +64,21 @@ class Tally:
 
     @property
     def tokens_per_step(self) -> float:
-        """Mean tokens of a pass; 1 where there was none."""
+        """Mean number of tokens per pass; 1 if there was no pass."""
         return self.tokens / self.steps if self.steps else 1.0
 
     @property
     def nodes_per_step(self) -> float:
-        """Mean nodes of a pass."""
+        """Mean number of nodes per pass."""
         return self.nodes / self.steps if self.steps else 0.0
 
     @property
     def seconds(self) -> float:
-        """Seconds of passes and drafts."""
+        """Seconds of passes and drafting."""
         return self.pass_s + self.draft_s
 
     def add(self, other: "Tally") -> None:
-        """Add another's counts and times."""
+        """Add the counts and times of another tally."""
         self.records += other.records
         self.tokens += other.tokens
         self.steps += other.steps
@@ -89,12 +89,12 @@ class Tally:
 
 @dataclass(slots=True)
 class ProjectedOutcome:
-    """What one way of drafting with one budget came to.
+    """The outcome of one drafting rule with one budget.
 
     Attributes:
-        drafter: its name; empty for plain decoding.
-        nodes: most nodes of a draft, or `PAYING`.
-        tallies: by kind of traffic.
+        drafter: name of the rule; empty for plain decoding.
+        nodes: largest number of nodes in a draft, or `PAYING`.
+        tallies: counts and times by kind of traffic.
     """
 
     drafter: str
@@ -102,7 +102,7 @@ class ProjectedOutcome:
     tallies: dict[str, Tally] = field(default_factory=dict)
 
     def tally(self, kind: str = ALL) -> Tally:
-        """Return the counts of a kind, or of all kinds together."""
+        """Return the counts and times of a kind, or of all kinds together."""
         if kind in self.tallies:
             return self.tallies[kind]
         total = Tally()
@@ -111,19 +111,19 @@ class ProjectedOutcome:
         return total
 
     def speedup(self, plain: "ProjectedOutcome", kind: str = ALL) -> float:
-        """Return how many times as fast as plain decoding this is; 1 where nothing was decoded."""
+        """Return the speed-up over plain decoding; 1 if nothing was decoded."""
         seconds = self.tally(kind).seconds
         return plain.tally(kind).seconds / seconds if seconds else 1.0
 
 
 class Replay(NamedTuple):
-    """A way of drafting with a budget, to be replayed.
+    """A drafting rule and a budget to replay.
 
     Attributes:
-        rule: the way.
-        nodes: most nodes of a draft, or `PAYING`.
-        curve: what passes cost.
-        max_nodes: most nodes of any replay of the rule.
+        rule: the drafting rule.
+        nodes: largest number of nodes in a draft, or `PAYING`.
+        curve: costs of passes.
+        max_nodes: largest number of nodes in any replay of the rule.
     """
 
     rule: ProjectedRule
@@ -139,17 +139,18 @@ def project(
     curve: CostCurve,
     clock: Callable[[], float] = time.thread_time,
 ) -> Iterator[ProjectedOutcome]:
-    """Replay a log with every way of drafting and every budget; plain decoding comes first.
+    """Replay a log with every drafting rule and every budget; plain decoding comes first.
 
-    Each way begins with no output and drafts from those that it has been through, in the order of
-    the log. The log is gone through once for each outcome.
+    Each rule starts with no outputs. It then drafts from the outputs before the current one, in the
+    order of the log. The log is read once for each outcome.
 
     Args:
-        log: can be gone through repeatedly.
-        rules: ways of drafting.
-        budgets: most nodes, or `PAYING`; 0 is plain decoding and is left out.
-        curve: reaches the largest budget.
-        clock: tells seconds; by default of this thread alone, so that a busy machine counts less.
+        log: the records; they are read several times.
+        rules: drafting rules.
+        budgets: largest numbers of nodes, or `PAYING`; 0 is plain decoding and is left out.
+        curve: costs of passes, up to the largest budget.
+        clock: returns seconds; the default counts this thread's processor time alone, which a busy
+            machine disturbs less.
 
     Raises:
         RetrieverError: a drafter refuses a record.
@@ -163,13 +164,13 @@ def project(
 
 
 def most_nodes(budgets: Sequence[Nodes], curve: CostCurve) -> int:
-    """Return the most nodes of a draft under any of some budgets."""
+    """Return the largest number of nodes that a draft can have under any of the budgets."""
     widest = curve.surface.widths[-1] - 1 if PAYING in budgets else 0
     return max([widest, *(nodes for nodes in budgets if isinstance(nodes, int))])
 
 
 def plain_outcome(log: Iterable[LoggedRecord], curve: CostCurve) -> ProjectedOutcome:
-    """Return what plain decoding comes to."""
+    """Return the outcome of plain decoding."""
     outcome = ProjectedOutcome("", 0)
     for record in log:
         tally = outcome.tallies.setdefault(record.kind, Tally())
@@ -188,13 +189,13 @@ def replayed(
     clock: Callable[[], float] = time.thread_time,
     seen: Callable[[ProjectedOutcome], None] = lambda _: None,
 ) -> ProjectedOutcome:
-    """Replay a log with one way of drafting, which begins with no output, and one budget.
+    """Replay a log with one drafting rule, which starts with no outputs, and one budget.
 
     Args:
-        log: gone through once.
-        replay: the way and the budget.
-        clock: as for `project`.
-        seen: is told of the outcome so far behind each record.
+        log: the records; they are read once.
+        replay: the rule and the budget.
+        clock: returns seconds; see `project`.
+        seen: called after each record with the outcome so far.
 
     Raises:
         RetrieverError: the drafter refuses a record.
@@ -212,7 +213,7 @@ def replayed(
 
 
 class _RecordedSequence:
-    """Decodes one recorded output as the loop would, and counts it in a tally."""
+    """Decodes one recorded output as the decoding loop would, and adds it to a tally."""
 
     def __init__(
         self,
@@ -227,14 +228,14 @@ class _RecordedSequence:
         self._curve = curve
         self._clock = clock
         self._tally = tally
-        self._sent = 0  # tokens of the output that the drafter has been told
+        self._sent = 0  # tokens of the output that the drafter has received
 
     def decode(self, trace: Trace) -> None:
-        """Open, step to the end and close, so that the output is remembered."""
+        """Decode the output to its end, and close the session so that the drafter stores it."""
         began = self._clock()
         self._drafter.open(_SESSION, trace.prompt)
         self._charge(began)
-        done = min(1, len(trace.output))  # the prompt's pass brings the first
+        done = min(1, len(trace.output))  # the prompt's pass yields the first
         while done < len(trace.output):
             done += self._step(trace, done)
         began = self._clock()
@@ -242,10 +243,10 @@ class _RecordedSequence:
         self._charge(began)
 
     def _step(self, trace: Trace, done: int) -> int:
-        """Count a pass and return how many tokens it brings."""
+        """Count a pass and return how many tokens it yields."""
         context, coming = len(trace.prompt) + done, trace.output[done:]
         tree = self._draft(trace.output, done, context)
-        path = tree.follow(coming[:-1])  # the last token is the target's own
+        path = tree.follow(coming[:-1])  # the target adds the last token itself
         num_tokens = len(path) + 1
         pass_s = self._curve.seconds(len(tree), context)
         next_token = int(coming[num_tokens - 1])
@@ -258,7 +259,7 @@ class _RecordedSequence:
 
     def _draft(self, output: TokenIds, done: int, context: int) -> DraftTree:
         max_nodes = self._budget.ask(Load.of(context))
-        if max_nodes == 0 or done == len(output) - 1:  # for the last token no draft is asked
+        if max_nodes == 0 or done == len(output) - 1:  # no draft for the last token
             return DraftTree.empty()
         new, self._sent = output[self._sent : done], done
         began = self._clock()
@@ -266,7 +267,7 @@ class _RecordedSequence:
         return self._budget.share([tree], Load.of(context), self._charge(began))[0]
 
     def _charge(self, began: float) -> float:
-        """Add the time since then, once for each sequence of the batch, and return it."""
+        """Add the time since `began`, once for each sequence of the batch, and return the sum."""
         seconds = (self._clock() - began) * self._curve.batch
         self._tally.draft_s += seconds
         return seconds
@@ -275,6 +276,6 @@ class _RecordedSequence:
 def best_of(
     outcomes: Iterable[ProjectedOutcome], plain: ProjectedOutcome, drafter: str, kind: str = ALL
 ) -> ProjectedOutcome:
-    """Return the quickest outcome of a drafter for a kind of traffic."""
+    """Return the fastest outcome of a drafter for a kind of traffic."""
     own = [outcome for outcome in outcomes if outcome.drafter == drafter]
     return own[int(np.argmax([outcome.speedup(plain, kind) for outcome in own]))]

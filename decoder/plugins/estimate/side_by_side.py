@@ -1,4 +1,4 @@
-"""Replays beside one another: one in this process, others in processes of their own."""
+"""Parallel replays: one runs in this process, the others each in a process of their own."""
 
 import os
 import pickle
@@ -16,27 +16,27 @@ from decoder.plugins.estimate.projection import ProjectedOutcome, Replay, replay
 from decoder.plugins.estimate.token_log import TokenLog
 
 _MOST_PROCESSES: Final = 8
-"""Each loads what drafts, some hundred megabytes."""
+"""Most helper processes: each loads the drafting code, a few hundred megabytes."""
 
 _WORTH_TOKENS: Final = 5000
-"""Fewer are replayed before another process has started."""
+"""Tokens in a log below which a replay ends before another process has started."""
 
 
 Seen = Callable[[ProjectedOutcome, int], None]
-"""Is told of an outcome so far, and of how many records came to it since it was last told."""
+"""Called with an outcome so far, and with the number of records since the last call."""
 
 
 def outcomes_of(log: TokenLog, replays: Sequence[Replay], seen: Seen) -> list[ProjectedOutcome]:
     """Return the outcome of each replay, in order.
 
-    This process begins with the first ones and others with the last, so that there is a figure
-    soon. It also does what others cannot: rules that they cannot be given, and all where none
-    starts.
+    This process takes replays from the front, and the helper processes take them from the end, so
+    the first figure comes soon. This process also runs the rules that cannot be pickled, and all
+    replays if no helper process starts.
 
     Args:
-        log: which other processes read from the same file.
-        replays: each begins with no output.
-        seen: is told of progress.
+        log: the records; helper processes read them from the same file.
+        replays: the replays; each starts with no outputs.
+        seen: called with the progress.
 
     Raises:
         RetrieverError: a drafter refuses a record.
@@ -59,7 +59,7 @@ def outcomes_of(log: TokenLog, replays: Sequence[Replay], seen: Seen) -> list[Pr
 
 
 class _Helpers:
-    """Other processes, each with a replay at a time: one for each further processor."""
+    """Helper processes, one for each further processor; each runs one replay at a time."""
 
     def __init__(self, log: TokenLog, replays: Sequence[Replay]) -> None:
         self._given: dict[int, bytes] = {}
@@ -73,7 +73,7 @@ class _Helpers:
             try:
                 self._given[number] = pickle.dumps((log, replay))
             except (AttributeError, TypeError, pickle.PicklingError):
-                continue  # a rule of the user's own that only this process can have
+                continue  # a user's own rule that only this process can run
         context = get_context("spawn")
         theirs, self._ours = context.Pipe(duplex=False)
         self._pool = ProcessPoolExecutor(self._most, context, _prepare, (theirs,))
@@ -83,16 +83,16 @@ class _Helpers:
 
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
-            self._ours.close()  # whatever they are doing, they end
+            self._ours.close()  # ends the processes at once
             self._pool.shutdown(cancel_futures=True)
 
     def take(self, waiting: "deque[int]") -> None:
-        """Take replays that wait, the last ones first, as long as a process is free."""
+        """Start waiting replays, the last ones first, as long as a process is free."""
         for number in [n for n in reversed(waiting) if n in self._given]:
             if self._pool is None or len(self.running) >= self._most or len(waiting) < 2:  # noqa: PLR2004
                 return
             waiting.remove(number)
-            # Ctrl-C must not reach a process that this starts: it ends with this one.
+            # Ctrl-C must not reach the helper processes: they end with this process.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 self.running[self._pool.submit(_helped, self._given[number])] = number
@@ -100,9 +100,12 @@ class _Helpers:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def done(self, *, is_awaited: bool) -> list[tuple[int, ProjectedOutcome | None]]:
-        """Return the outcomes that are there, of at least one replay where they are awaited.
+        """Return the finished replays with their outcomes.
 
-        None stands for a replay that no other process can do.
+        The outcome is None if no helper process can run the replay.
+
+        Args:
+            is_awaited: whether to wait until at least one replay has finished.
         """
         timeout = None if is_awaited else 0
         found: list[tuple[int, ProjectedOutcome | None]] = []
@@ -117,7 +120,7 @@ class _Helpers:
 
 
 def _prepare(lifeline: Connection) -> None:
-    """End this process when the one that started it is gone, or done."""
+    """End this process when the process that started it has ended or needs it no more."""
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
 
 

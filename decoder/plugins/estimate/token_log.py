@@ -1,4 +1,4 @@
-"""A log of prompts and outputs as token ids on disk: read once, gone through many times."""
+"""A log of prompts and outputs as token ids on disk: parsed once, replayed many times."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,10 +13,10 @@ from retriever.traces.traces import Trace
 ALL: Final = "all"
 OTHERS: Final = "others"
 MAX_KINDS: Final = 12
-"""Kinds that are told apart, the first of the log: as many rows as a screen shows."""
+"""Most kinds of traffic in a report, as many as fit on a screen; later kinds count as `OTHERS`."""
 
 _LEAST: Final = 2
-"""Tokens of an output that leave something to draft: the prompt's pass brings the first."""
+"""Fewest tokens of an output that can be drafted for: the prompt's pass yields the first token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,8 +24,8 @@ class LoggedRecord:
     """A recorded prompt and output.
 
     Attributes:
-        kind: of traffic.
-        trace: the tokens.
+        kind: kind of traffic.
+        trace: tokens of the prompt and the output.
     """
 
     kind: str
@@ -33,13 +33,13 @@ class LoggedRecord:
 
 
 class TokenLog:
-    """Records in a temporary file, of which one at a time is in memory.
+    """Records in a temporary file; only one at a time is in memory.
 
     Attributes:
-        kinds: in order of appearance.
-        field: that tells them; empty if none does.
-        num_tokens: of their outputs.
-        num_short: outputs of less than two tokens: the prompt's pass brings the first.
+        kinds: kinds of traffic, in order of appearance.
+        field: field of a record that names the kind; empty if there is none.
+        num_tokens: tokens of all outputs.
+        num_short: outputs of fewer than two tokens, which leave nothing to draft.
     """
 
     def __init__(self, spool: TraceSpool, field: str | None) -> None:
@@ -52,14 +52,14 @@ class TokenLog:
 
     @property
     def num_records(self) -> int:
-        """How many records there are."""
+        """Number of records."""
         return self._spool.num_traces
 
     def write(self, trace: Trace, row: dict[str, Any]) -> None:
         """Append a record.
 
         Raises:
-            TraceError: it is the first and has no such field as was stated.
+            TraceError: it is the first record, and it lacks the field that `--by` names.
         """
         if self.num_records == 0:
             self.field = self._field_of(row)
@@ -78,7 +78,7 @@ class TokenLog:
             return next((name for name in KIND_FIELDS if isinstance(_value(row, name), str)), "")
         if _value(row, self._stated) is None:
             raise TraceError(
-                f"--by {self._stated}: the first record has no such field, but "
+                f"--by {self._stated}: the first record has no such field; its fields are "
                 f"{', '.join(row)}: name one of these, or {NO_FIELD}"
             )
         return self._stated
@@ -95,7 +95,7 @@ class TokenLog:
 
 
 def _value(row: dict[str, Any], field: str) -> Any:
-    """Return a field of a record, or of the request in it, as servers log it."""
+    """Return a field of a record, or else of the `request` in the record, as servers log it."""
     request = row.get("request")
     inner = request if isinstance(request, dict) else {}
     return row.get(field, inner.get(field))
@@ -105,15 +105,15 @@ def _value(row: dict[str, Any], field: str) -> Any:
 def token_log(
     rows: Iterable[tuple[Trace, dict[str, Any]]], field: str | None = None
 ) -> Iterator[TokenLog]:
-    """Write a log to a temporary file and have it during the block.
+    """Write a log to a temporary file, which exists until the block ends.
 
     Args:
-        rows: traces with the rows that they were read from.
-        field: of a row that tells its kind; None for the first of `KIND_FIELDS` that the first row
-            has, `NO_FIELD` for none.
+        rows: traces, each with the row that it was read from.
+        field: field of a row that names its kind; None for the first of `KIND_FIELDS` that the
+            first row has; `NO_FIELD` for a single kind.
 
     Raises:
-        TraceError: a row is no trace, or no output has two tokens.
+        TraceError: a row cannot be read as a trace, or no output has two tokens.
     """
     with trace_spool() as spool:
         log = TokenLog(spool, field)

@@ -1,7 +1,7 @@
-"""What the adapter needs of SGLang, compared with what the installed version has.
+"""Comparison of what the adapter needs from SGLang with the installed version.
 
-It stands on a few of its functions and classes, which are looked up by name when it starts, before
-it loads a model.
+The adapter needs a few functions and classes of SGLang. They are looked up by name at the start,
+before SGLang loads a model.
 """
 
 import importlib
@@ -24,11 +24,11 @@ NEEDED: Final[Mapping[str, Mapping[str, Any]]] = {
     f"{_CORPUS}.batch_get": {"named": ("req_ids", "batch_tokens", "total_lens")},
     _CORPUS: {"implemented_by": DrafterCorpus},
 }
-"""Functions and classes, and what `differences` is asked about them."""
+"""Functions and classes of SGLang, and the arguments of `differences` for each."""
 
 
 def changes() -> list[str]:
-    """Return a sentence for each thing that the engine has another way than expected."""
+    """Return one sentence for each difference between the engine and the tested versions."""
     found = [
         sentence
         for name, needed in NEEDED.items()
@@ -38,7 +38,7 @@ def changes() -> list[str]:
 
 
 def _new_calls() -> list[str]:
-    """Return what the engine's worker calls that our corpus has not."""
+    """Return a sentence for each method that the engine's worker calls and our corpus lacks."""
     worker = _found(_WORKER)
     source = "" if worker is None else inspect.getsource(worker)
     called = sorted(set(re.findall(r"self\.ngram_corpus\.(\w+)", source)))
@@ -50,7 +50,7 @@ def _new_calls() -> list[str]:
 
 
 def _found(name: str) -> Any:
-    """Return what a name stands for; None if there is no such thing."""
+    """Return the function or class with a name; None if there is none."""
     module, _, path = name.partition(":")
     try:
         found: Any = importlib.import_module(_SPECULATIVE + module)

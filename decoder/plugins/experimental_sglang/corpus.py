@@ -1,14 +1,14 @@
-"""A drafter in place of the corpus in which SGLang's NGRAM worker looks up its drafts.
+"""A drafter that replaces the corpus of SGLang's NGRAM worker.
 
 SGLang's NGRAM worker takes draft trees as a fixed number of nodes and a mask. Node 0 is the last
-committed token. Row i of the mask is 1 for node i and for its ancestors. SGLang derives its links
-from the mask alone: a node's first child is the first later node that sees it, its next sibling the
-next node with the same parent, and verification goes from node 0 along these links.
+committed token. Row i of the mask is 1 for node i and for its ancestors. SGLang derives links only
+from the mask. A node's first child is the first later node that sees it. Its next sibling is the
+next node with the same parent. Verification follows these links from node 0.
 
-So a padding node sees only itself. It is no node's child and, having no parent, no node's sibling:
-no link leads to it, with any token and any choice of the target. Siblings must have different
-tokens, as those of a `DraftTree` do: sampling adds up the probabilities of the siblings that it
-passes, so a token that occurs twice would be drawn too often.
+So a padding node sees only itself. It is not a child of any node, and without a parent it has no
+siblings. So no link leads to it, whatever its token and the target's choices. Siblings must have
+different tokens, as in a `DraftTree`. Sampling adds up the probabilities of the siblings that it
+passes, so a token that occurs twice would be sampled too often.
 
 Source: sglang 0.5.23, `reconstructIndicesFromTreeMask`, `VerifyTreeGreedy` and
 `TreeSpeculativeSamplingTargetOnly`.
@@ -31,22 +31,22 @@ from retriever.drafter import TokenIds
 from retriever.tree import ROOT, DraftTree
 
 NO_PARENT: Final = -1
-"""Parent of node 0, and of padding."""
+"""Parent of node 0, and of padding nodes."""
 
 Nodes = NDArray[np.int64]
-"""int64[2, rows, width]: tokens, and parents as positions in the row."""
+"""int64[2, rows, width]: the tokens, and the parents as positions in the row."""
 
 
 def lay_out(trees: Sequence[DraftTree], last_tokens: Sequence[int], width: int) -> Nodes:
-    """Return trees as rows of equal width, each preceded by its last committed token.
+    """Return trees as rows of equal width; node 0 of a row is the last committed token.
 
-    A larger tree is cut. A smaller one is padded with its last committed token, for which every
-    model has an embedding.
+    A larger tree is cut. A smaller tree is padded with the last committed token, because the model
+    certainly has an embedding for it.
 
     Args:
-        trees: one for each row.
-        last_tokens: the last committed token of each.
-        width: nodes of a row, node 0 included.
+        trees: one tree for each row.
+        last_tokens: the last committed token of each row.
+        width: number of nodes in a row, node 0 included.
     """
     nodes = np.empty((2, len(trees), width), np.int64)
     tokens, parents = nodes
@@ -60,10 +60,10 @@ def lay_out(trees: Sequence[DraftTree], last_tokens: Sequence[int], width: int) 
 
 
 def masks_of(parents: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return int64[rows, width, width]: which nodes each node sees, itself and its ancestors.
+    """Return int64[rows, width, width]: the nodes that each node sees, itself and its ancestors.
 
     Args:
-        parents: int64[rows, width]; of a node, an earlier one or `NO_PARENT`.
+        parents: int64[rows, width], the parent of each node: an earlier node or `NO_PARENT`.
     """
     num_rows, width = parents.shape
     masks = np.zeros((num_rows, width, width), np.int64)
@@ -77,11 +77,11 @@ def masks_of(parents: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 class EngineRequest(Protocol):
-    """The attributes of SGLang's requests that are read."""
+    """The attributes of SGLang's requests that the corpus reads."""
 
     @property
     def rid(self) -> str:
-        """Its name."""
+        """Name of the request."""
 
     @property
     def origin_input_ids_unpadded(self) -> Sequence[int]:
@@ -89,7 +89,7 @@ class EngineRequest(Protocol):
 
     @property
     def output_ids(self) -> Sequence[int]:
-        """The output, as far as the scheduler knows it."""
+        """The output, as far as the scheduler has received it."""
 
 
 def tokens_of(request: EngineRequest) -> TokenIds:
@@ -100,37 +100,37 @@ def tokens_of(request: EngineRequest) -> TokenIds:
 
 _log = logging.getLogger(__name__)
 
-_MAX_NODES: Final = 256  # no drafter gives more for one sequence,
-_MAX_STEP_NODES: Final = 1 << 16  # or in one step
+_MAX_NODES: Final = 256  # most nodes of a draft for one sequence
+_MAX_STEP_NODES: Final = 1 << 16  # most nodes of all drafts in one step
 _NO_CORPORA: Final = (
     "drafts come from foredraft's own indexes: name them in its settings, or start with "
     "--speculative-algorithm NGRAM"
 )
 
 Share = Callable[[Nodes], None]
-"""Makes the first rank's nodes those of all ranks, in place."""
+"""Copies the nodes of the first rank to all ranks, in place."""
 
 
 class DrafterCorpus:
-    """Replaces SGLang's `NgramCorpus`, and asks a drafter.
+    """A replacement for SGLang's `NgramCorpus` that calls a drafter.
 
-    Each request is a session, under a name of our own; one step of the engine is one call of the
-    drafter. A drafter that fails costs its drafts: then rows hold node 0 and padding. Nothing that
-    the worker calls while it decodes ever raises. Not safe for use from several threads.
+    Each request is a session with a name of our own. One step of the engine is one call of the
+    drafter. If the drafter fails, there are no drafts: rows have only node 0 and padding. Methods
+    that the worker calls while it decodes never raise. Not thread-safe.
 
     Source: sglang 0.5.23, `sglang.srt.speculative.cpp_ngram.ngram_corpus`.
 
     Args:
-        sequences: with the drafter; None where another rank drafts, or none.
-        width: nodes of a row, the last committed token included.
-        vocabulary_size: a tree with a token beyond it would crash the model, and is dropped; None
-            to check no tree.
-        share: for several ranks, which must verify the same nodes.
-        reader: of what requests state for their drafts; without tenants if not given.
-        max_step_nodes: most nodes of all requests that a step asks for; drafters refuse more.
+        sequences: the sequences with their drafter; None if another rank drafts, or no rank does.
+        width: number of nodes in a row, the last committed token included.
+        vocabulary_size: size of the model's vocabulary. A tree with a token beyond it would crash
+            the model, and is dropped. None to check no tree.
+        share: copies the nodes to all ranks, which must verify the same nodes.
+        reader: reader of the requests' own fields; the default allows no tenants.
+        max_step_nodes: most nodes to request in a step for all requests; drafters refuse more.
 
     Attributes:
-        num_foreign: trees with tokens that the model does not have.
+        num_foreign: number of dropped trees, which had tokens that the model lacks.
     """
 
     remaining_token_budget: Final = 0
@@ -157,16 +157,16 @@ class DrafterCorpus:
         self._guard = EngineGuard("the engine", _log, self._abandon, logging.ERROR)
 
     def __len__(self) -> int:
-        """Count the requests that are followed."""
+        """Return the number of requests with a session."""
         return 0 if self._sequences is None else len(self._sequences)
 
     @property
     def num_errors(self) -> int:
-        """Steps without drafts because of an error of ours."""
+        """Number of steps without drafts because of an error in this package."""
         return self._guard.num_failures
 
     def show(self, requests: Iterable[EngineRequest]) -> None:
-        """Show the requests of a step, before `batch_get`, which shows their last tokens alone."""
+        """Take the requests of a step; `batch_get`, called later, gets only their last tokens."""
         if self._sequences is None:
             return
         self._shows = True
@@ -187,9 +187,9 @@ class DrafterCorpus:
         """Draft for each request.
 
         Args:
-            req_ids: names of requests.
-            batch_tokens: the last tokens of each, at least one.
-            total_lens: how many tokens each has.
+            req_ids: names of n requests.
+            batch_tokens: the last tokens of each request, at least one.
+            total_lens: number of tokens of each request.
 
         Returns:
             int64[n * width], the tokens of the rows; int64[n * width * width], their masks.
@@ -209,23 +209,23 @@ class DrafterCorpus:
         """Do nothing: the drafter learns from outputs when their sessions end."""
 
     def synchronize(self) -> None:
-        """Do nothing: nothing is put in."""
+        """Do nothing: `batch_put` stores nothing."""
 
     def erase_match_state(self, req_ids: Sequence[str]) -> None:
-        """End the sessions of finished requests; their outputs are remembered."""
+        """End the sessions of finished requests; the drafter stores their outputs."""
         with self._guard:
             for name in req_ids:
                 self._end(name)
 
     def reset(self) -> None:
-        """End all sessions. What the drafter has learned stays: it is not the engine's cache."""
+        """End all sessions. The drafter's stored outputs stay: they are not the engine's cache."""
         self.erase_match_state(list(self._shown))
         if self._sequences is not None:
             with self._guard:
                 self._sequences.close()
 
     def list_external_corpora(self) -> dict[str, int]:
-        """Return nothing: there are none of the engine's kind."""
+        """Return an empty dictionary: there are no corpora of the engine's kind."""
         return {}
 
     def load_external_corpus_named(
@@ -234,7 +234,7 @@ class DrafterCorpus:
         """Refuse a corpus.
 
         Raises:
-            ValueError: always; the engine passes the message on to its client.
+            ValueError: always; the engine sends the message to its client.
         """
         raise ValueError(f"corpus {corpus_id!r} is not loaded: {_NO_CORPORA}")
 
@@ -243,7 +243,7 @@ class DrafterCorpus:
         self.load_external_corpus_named(corpus_id, ())
 
     def remove_external_corpus(self, corpus_id: str) -> NoReturn:
-        """Refuse, as there is no corpus.
+        """Refuse, because there is no such corpus.
 
         Raises:
             ValueError: always.
@@ -261,7 +261,7 @@ class DrafterCorpus:
         rows = {
             at: self._row(name, np.array(tails[at], np.int32), lengths[at], most)
             for at, name in enumerate(names)
-            if name in self._shown or not self._shows  # what others state is not known
+            if name in self._shown or not self._shows  # the fields of others are unknown
         }
         trees = [DraftTree.empty()] * len(names)
         for at, tree in zip(rows, sequences.step(list(rows.values())), strict=True):
@@ -283,8 +283,8 @@ class DrafterCorpus:
         self.num_foreign += 1
         if self.num_foreign == 1:
             _log.warning(
-                "a draft has token %d and the model knows %d: drafts with such tokens are dropped; "
-                "draft from an index built with the model's own tokenizer",
+                "a draft has token %d, but the model has %d tokens: such drafts are dropped; draft "
+                "from an index that was built with the model's own tokenizer",
                 int(tree.token_ids.max()),
                 size,
             )
@@ -302,12 +302,12 @@ class DrafterCorpus:
 
 
 class RankGroup(Protocol):
-    """The attributes of SGLang's groups of ranks that are read.
+    """The attributes of SGLang's groups of ranks that the corpus reads.
 
     Attributes:
-        world_size: ranks in it.
-        ranks: their global numbers.
-        cpu_group: the process group for tensors on the host.
+        world_size: number of ranks in the group.
+        ranks: global numbers of the ranks.
+        cpu_group: process group for tensors on the host.
     """
 
     world_size: int

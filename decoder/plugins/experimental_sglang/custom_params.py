@@ -1,6 +1,6 @@
-"""What a request of SGLang tells its drafter: `custom_params` of its sampling parameters.
+"""Fields for the drafter in a request of SGLang: `custom_params` of its sampling parameters.
 
-SGLang carries scalars and lists of scalars there, so each field is a key of its own.
+SGLang allows only scalars and lists of scalars there, so each field is a separate key.
 """
 
 from collections.abc import Mapping
@@ -23,14 +23,14 @@ _SHAPING: Final = tuple(f"{PREFIX}_{name}" for name in SHAPING)
 
 
 class CustomParams:
-    """Reads what requests state; nothing that they state is an error.
+    """Reads the fields of requests; an invalid field never raises.
 
-    A field that shapes drafts and has no possible value is left out. Where tenant, `remember` or
-    `drafts` have none, or a field is unknown, which may be one of these misspelt, the request is
-    not drafted for and leaves nothing behind. Both are logged.
+    Invalid fields that only shape drafts are left out. If `tenant`, `remember` or `drafts` is
+    invalid, the request gets no drafts, and nothing of it is stored. The same holds for an unknown
+    field, which may be one of these misspelt. Both cases are logged.
 
     Args:
-        fields: reads the fields; without tenants and a tokenizer if not given.
+        fields: reader of the fields; the default allows no tenants and has no tokenizer.
     """
 
     def __init__(self, fields: FieldReader | None = None) -> None:
@@ -38,7 +38,7 @@ class CustomParams:
         self._complaints = Complaints(_log)
 
     def of(self, request: Any) -> RequestFields:
-        """Return what a request of SGLang states; never raises."""
+        """Return the fields of a request of SGLang; never raises."""
         stated = getattr(getattr(request, "sampling_params", None), "custom_params", None)
         if not isinstance(stated, Mapping):
             return PLAIN
@@ -51,7 +51,7 @@ class CustomParams:
         return fields
 
     def _usable(self, stated: Mapping[str, Any]) -> tuple[RequestFields, str]:
-        """Return what can be used where a field cannot, and what is not followed."""
+        """Return the usable fields if some field is invalid, and a message about the others."""
         usable = {name: value for name, value in stated.items() if name not in _SHAPING}
         try:
             fields, ignored = self._fields.read(usable)
@@ -63,7 +63,7 @@ class CustomParams:
             try:
                 fields, ignored = self._fields.read(more)
             except Exception as error:  # noqa: BLE001  (as above)
-                wrong.append(f"{error}; it goes on without {name}")
+                wrong.append(f"{error}; it continues without {name}")
             else:
                 usable = more
         return fields, "; ".join([*wrong, *filter(None, [ignored])])

@@ -1,7 +1,7 @@
-"""The entry point `sglang.srt.plugins`: makes `--speculative-algorithm FOREDRAFT` known.
+"""The entry point `sglang.srt.plugins`: it registers `--speculative-algorithm FOREDRAFT`.
 
-SGLang loads it in each of its processes, wherever this project is installed; until the algorithm
-is chosen it costs one import.
+SGLang loads the entry point in each of its processes, wherever this project is installed. It costs
+one import if the algorithm is not chosen.
 """
 
 from typing import Any, Final
@@ -34,17 +34,17 @@ def check_server_args(server_args: Any) -> None:
     """Refuse arguments that are not supported.
 
     Raises:
-        ValueError: the model is spread over stages of a pipeline.
+        ValueError: the model is split into several pipeline stages.
     """
     if server_args.pp_size != 1:
-        raise ValueError(f"--speculative-algorithm {ALGORITHM} takes --pp-size 1")
+        raise ValueError(f"--speculative-algorithm {ALGORITHM} needs --pp-size 1")
 
 
 def worker_class(_server_args: Any) -> type:
     """Return the class of the worker that drafts.
 
     Raises:
-        UnsupportedEngineError: this SGLang is made in another way than expected; says how.
+        UnsupportedEngineError: SGLang differs from the tested versions; the message says how.
     """
     check_version(TESTED, "sglang")
     from decoder.plugins.experimental_sglang.conformance import changes  # noqa: PLC0415  (loads the engine)

@@ -1,4 +1,4 @@
-"""SGLang's NGRAM worker with our drafter behind it; importing this loads the engine."""
+"""SGLang's NGRAM worker with our drafter; importing this module loads the engine."""
 
 import os
 from contextlib import suppress
@@ -21,21 +21,21 @@ _log = getLogger(__name__)
 
 
 class ForedraftWorker(NGRAMWorker):  # type: ignore[misc]  # sglang is not there to be checked
-    """Drafts with our drafter, and leaves all else to the engine; made by SGLang's scheduler.
+    """A worker that uses our drafter, and otherwise works as the engine's NGRAM worker.
 
-    Of several ranks only the first drafts, and all verify its nodes: drafts depend on time, and
-    ranks that verified different nodes would diverge.
+    SGLang's scheduler creates it. If there are several ranks, only the first drafts, and all ranks
+    verify its nodes. Drafts depend on time, and ranks that verified different nodes would diverge.
 
     Args:
-        server_args: the engine's.
-        gpu_id: the engine's.
-        nccl_port: the engine's.
-        target_worker: runs the target model.
+        server_args: arguments of the engine.
+        gpu_id: number of the engine's GPU.
+        nccl_port: the engine's port for NCCL.
+        target_worker: the worker that runs the target model.
     """
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
         super().__init__(server_args, gpu_id, nccl_port, target_worker)
-        # The last tokens that are shown must include all that a step may have committed.
+        # The last tokens that the engine shows must include all that a step may have committed.
         self.max_trie_depth: int = max(self.max_trie_depth, self.draft_token_num)
         group = get_parallel().tp_group
         vocabulary_size = int(self.model_runner.model_config.vocab_size)
@@ -56,10 +56,10 @@ class ForedraftWorker(NGRAMWorker):  # type: ignore[misc]  # sglang is not there
 
 
 def open_sequences(tokenizer: Any) -> tuple[EngineSequences, CustomParams] | None:
-    """Open the drafter that the environment describes; None where that fails.
+    """Open the drafter that the environment variables describe; return None if that fails.
 
     Args:
-        tokenizer: the engine's, if it has one.
+        tokenizer: the engine's tokenizer, if it has one.
     """
     try:
         settings = resolve_settings({}, os.environ, "environment")

@@ -5,14 +5,14 @@
     with draft_model.request(tenant="a", predictions=[text]) as request:
         llm.create_completion(prompt)
 
-Before each pass the engine shows all tokens of its sequence, as a view of its own memory. It tells
-neither when a sequence begins nor when one ends. A tree of drafts is verified in that pass, and the
-engine samples at each node until its choice is not in the tree (`tree_passes`): exact under
-sampling, grammars and penalties, too.
+Before each pass, the engine passes all tokens of its sequence, as a view of its own memory. It
+reports neither the start nor the end of a sequence. The pass verifies a draft tree, and the engine
+samples at each node until its choice is not in the tree (`tree_passes`). This is also exact with
+sampling, grammars and penalties.
 
-The engine keeps the logits of all tokens of a pass, as verifying drafts demands. What they found
-likely is drafted again where the same last tokens come (`RecycledLogits`), in one tree with what is
-retrieved (`FusedDrafter`).
+The engine keeps the logits of all tokens in a pass, because verification needs them. The most
+probable tokens of these logits are drafted again after the same last tokens (`RecycledLogits`), in
+one tree with retrieved drafts (`FusedDrafter`).
 """
 
 from decoder.plugins.llama_cpp.attaching import (

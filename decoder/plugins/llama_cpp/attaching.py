@@ -1,4 +1,4 @@
-"""The draft model that a `llama_cpp.Llama` asks, and how one is attached."""
+"""The draft model for a `llama_cpp.Llama`, and the function that attaches it."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -57,23 +57,23 @@ from retriever.tree import DraftTree
 
 TESTED_VERSIONS: Final = ">=0.3.36,<0.4"
 DEFAULT_NUM_PRED_TOKENS: Final = 16
-"""Most tokens of a draft. The measured budget cuts drafts that do not pay; more tokens would mean
-more widths to measure at the start."""
+"""Most tokens of a draft. The measured budget cuts drafts to as many tokens as pay off. A larger
+number would mean more widths to measure at the start."""
 
 DEFAULT_BUDGET_NODES: Final = 64
-"""Nodes of the tree that a path is taken from: a path of 16 tokens and its main alternatives."""
+"""Nodes of the tree that a path is chosen from: a path of 16 tokens and its main alternatives."""
 
 _CONTEXT: Final = 32
-"""Tokens in the cache while passes are timed: reading more would make every start longer."""
+"""Tokens in the cache while passes are timed; reading more would make every start longer."""
 
 _ROUNDS: Final = 5
-"""Passes of each width, the shortest of which counts: a pause of the machine seldom hits all."""
+"""Timed passes of each width; the shortest counts, because a pause rarely hits all of them."""
 
 _MOST_TENANTS: Final = 16
-"""Tenants whose recycled logits are kept, the last ones that had a request."""
+"""Most tenants whose recycled logits are stored: those with the latest requests."""
 
 _TENANT_CAPACITY: Final = 1 << 16
-"""Contexts that are kept for each of them, in 5 MB."""
+"""Contexts of recycled logits that are stored for each tenant, in 5 MB."""
 
 _DISTRIBUTION: Final = "llama-cpp-python"
 
@@ -82,12 +82,12 @@ _log = getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class DraftedRequest:
-    """What `DrafterDraftModel.request` states of the calls within it.
+    """The fields that `DrafterDraftModel.request` sets for the calls in its block.
 
     Attributes:
-        fields: what they state.
-        statistics: of their passes. The tokens of a call's last pass are not counted, as the engine
-            does not show them.
+        fields: the fields.
+        statistics: counts of these calls' passes. The tokens of a call's last pass are not counted,
+            because the engine does not show them.
     """
 
     fields: RequestFields
@@ -99,10 +99,10 @@ class _LlamaSequence:
     """The sequence that the engine decodes.
 
     Attributes:
-        request: whose it is.
-        sequence: its tokens.
-        drafting: drafts for it; `None` where none are wanted or the drafter refuses it.
-        tree: that is verified behind it, or was last: a chain where the engine's loop does it.
+        request: the request that the sequence belongs to.
+        sequence: tokens of the sequence.
+        drafting: drafter of the sequence; `None` if no drafts are wanted or the drafter refuses it.
+        tree: the last draft, which a pass verifies; a chain if the engine's loop verifies it.
     """
 
     request: DraftedRequest
@@ -111,7 +111,7 @@ class _LlamaSequence:
     tree: DraftTree = field(default_factory=DraftTree.empty)
 
     def is_continued_by(self, tokens: TokenIds) -> bool:
-        """Return whether tokens are the last call's, followed by what a pass could accept."""
+        """Return whether the tokens are the last call's, followed by tokens that a pass accepts."""
         known = len(self.sequence)
         accepted = len(tokens) - known - 1
         return (
@@ -124,44 +124,44 @@ class _LlamaSequence:
 class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is not typed here
     """Drafts for one `Llama`, which decodes one sequence at a time.
 
-    With `passes` it drafts trees, which these verify, and gives the engine no tokens. Without, the
-    engine's own loop verifies the most probable path: then a caller's logits processors see all
-    tokens of a pass, as with any draft model, later drafted ones included.
+    With `trees`, it drafts trees, which `passes` verify, and returns no tokens to the engine. Else
+    the engine's own loop verifies the most probable path. Then a caller's logits processors see all
+    tokens of a pass, including later drafted ones, as with any draft model.
 
-    A call whose tokens are those of the last call, a part of its draft and one more token
-    continues the session, and only the new tokens reach the drafter. Any other call begins
-    another sequence, and the output of the last one is remembered. It never raises: without
-    drafts the engine decodes plainly.
+    A call continues the session if its tokens are those of the last call, then a part of its draft,
+    then one more token. Only the new tokens go to the drafter. Any other call starts a new
+    sequence, and the output of the last sequence is stored. A call never raises: without drafts,
+    the engine decodes plainly.
 
     Args:
-        drafter: gives the drafts.
-        model_vocabulary: a drafted token must be below it, since the engine ends at one that its
-            model does not have.
+        drafter: the drafter.
+        model_vocabulary: size of the model's vocabulary. Drafted tokens are below it, because the
+            engine aborts at a token that its model does not have.
         num_pred_tokens: most tokens of a draft.
-        max_length: most tokens of a sequence, drafted ones included: the engine ends where a pass
-            goes beyond the `n_ctx` that it was made with, which may be less than `Llama.n_ctx()`.
-        budget: how much of a draft is worth verifying; all of it if not given.
+        max_length: most tokens of a sequence, drafted ones included. The engine aborts if a pass
+            exceeds the `n_ctx` that it was made with, which may be less than `Llama.n_ctx()`.
+        budget: how much of each draft to verify; by default all of it.
         budget_nodes: most nodes of the tree that a path is chosen from.
-        drafter_vocabulary: a token beyond it ends the drafts for its sequence; None where the
-            drafter takes all tokens.
-        llm: whose logits are recycled; `None` to draft from the drafter alone.
-        reader: of what requests state; see `request`.
-        passes: of `llm`.
-        trees: whether trees are drafted, which `passes` verify.
+        drafter_vocabulary: size of the drafter's vocabulary. A token beyond it ends the drafts for
+            its sequence. None if the drafter accepts all tokens.
+        llm: the model whose logits are recycled; `None` to use only the drafter.
+        reader: reader of the fields of requests; see `request`.
+        passes: the passes of `llm`.
+        trees: whether to draft trees, which `passes` verify.
 
     Attributes:
-        passes: as given.
-        num_passes: of the model that drafts were asked for.
-        num_drafted: tokens that were drafted.
-        num_accepted: those of them that are known to have been accepted.
-        statistics: of all requests, as of `DraftedRequest`.
+        passes: the passes of `llm`.
+        num_passes: number of passes for which drafts were requested.
+        num_drafted: number of drafted tokens.
+        num_accepted: number of drafted tokens that are known to be accepted.
+        statistics: counts of all requests; see `DraftedRequest`.
 
     Raises:
-        UnsupportedEngineError: the engine is not the one that this is written for.
+        UnsupportedEngineError: the engine differs from the tested versions.
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Self:  # noqa: D102  (as `__init__` states)
-        check_engine()  # before Python refuses a class that lacks what has become abstract
+        check_engine()  # before Python refuses a class that lacks a new abstract method
         made: Self = super().__new__(cls)
         return made
 
@@ -201,28 +201,28 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
 
     @property
     def num_failures(self) -> int:
-        """Calls that failed."""
+        """Number of calls that failed."""
         return self._guard.num_failures
 
     @contextmanager
     def request(self, **stated: Any) -> Iterator[DraftedRequest]:
-        """State how the calls of the engine within the block are drafted for.
+        """Set how to draft for the engine's calls within the block.
 
         A stream must be read to its end within the block.
 
         Args:
-            stated: fields of a request: `drafts` (whether there are any), `budget` (most tokens of
-                a draft, within `num_pred_tokens`), `remember`, `tenant`, `group`,
-                `policy_version`, `oldest_version`, and `predictions`, texts or token ids, with the
-                `vocabulary` fingerprint of the latter. What cannot be followed is logged.
+            stated: fields of a request: `drafts` (whether to draft), `budget` (most tokens of a
+                draft, up to `num_pred_tokens`), `remember`, `tenant`, `group`, `policy_version`,
+                `oldest_version`, and `predictions`. Predictions are texts, or token ids with the
+                `vocabulary` fingerprint of these ids. Fields that cannot be applied are logged.
 
         Raises:
-            InvalidRequestError: a field is unknown or has no possible value, or the tenant is not
-                one of those that `attach` was given.
+            InvalidRequestError: a field is unknown or has an invalid value, or `attach` was not
+                given the tenant.
         """
         fields, left_out = self._reader.read({"foredraft": stated})
         if left_out:
-            _log.warning("a request is not drafted for as it states: %s", left_out)
+            _log.warning("fields of a request are ignored: %s", left_out)
         self.close()
         before, self._request = self._request, DraftedRequest(fields)
         try:
@@ -231,7 +231,7 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
             self._request = before
 
     def __call__(self, input_ids: NDArray[np.intc], /, **_: Any) -> NDArray[np.intc]:
-        """Return intc[k], tokens that may come after those of the sequence, intc[n]."""
+        """Return intc[k], drafted tokens after the tokens of the sequence, intc[n]."""
         if self._trees is not None and self._trees.goes_on_within(input_ids):
             return np.empty(0, np.intc)
         began_s = perf_counter()
@@ -245,7 +245,7 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         return drafted
 
     def _proposed(self, tree: DraftTree, num_tokens: int) -> NDArray[np.intc]:
-        """Have a draft verified; return what the engine's loop is to verify of it."""
+        """Plan the verification of a draft; return the tokens that the engine's loop verifies."""
         if self.passes is not None:
             self.passes.announce()
         if self._trees is None:
@@ -254,9 +254,9 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         return np.empty(0, np.intc)
 
     def end(self) -> None:
-        """End the sequence and remember its output, as the next sequence would.
+        """End the sequence and store its output, as the start of the next sequence would.
 
-        The tokens of the last pass are left out, as the engine does not show them.
+        The tokens of the last pass are left out, because the engine does not show them.
         """
         running, self._running = self._running, None
         if running is not None and running.drafting is not None:
@@ -286,7 +286,7 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         return running.tree
 
     def _asked(self, drafting: SequenceDrafter, most: int) -> DraftTree:
-        """Return a draft of at most so many tokens that can be verified."""
+        """Return a draft of at most `most` tokens that the engine or `passes` can verify."""
         if self._trees is None:
             return chain_for(drafting.draft(self._budget_nodes), most, self._model_vocabulary)
         tree = within_vocabulary(drafting.draft(most).prefix(most), self._model_vocabulary)
@@ -301,7 +301,7 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         return running.request.fields.most(min(rooms))
 
     def _begin(self, tokens: TokenIds) -> _LlamaSequence:
-        """Return a sequence whose last token is the first of its output."""
+        """Return a new sequence, whose last token is the first token of its output."""
         request, end = self._request, max(len(tokens) - 1, 0)
         sequence = request.fields.begin(tokens[:end], end)
         running = _LlamaSequence(request, sequence, self._following(request.fields, sequence))
@@ -309,7 +309,7 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         return running
 
     def _following(self, fields: RequestFields, sequence: TokenSequence) -> SequenceDrafter | None:
-        """Return what drafts for a sequence; `None` where nothing does."""
+        """Return the drafter of a sequence; `None` if nothing is drafted for it."""
         if not fields.drafts:
             return None
         try:
@@ -320,7 +320,7 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
             return None
 
     def _go_on(self, running: _LlamaSequence, tokens: TokenIds, began_s: float) -> None:
-        """Take in what the last pass brought, and how long it took."""
+        """Take in the tokens of the last pass, and its duration."""
         context = len(running.sequence)
         seconds = began_s - self._returned_s
         if self._trees is not None and self._trees.refusal is not None:
@@ -338,7 +338,7 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
             self._budget.learn([outcome], Load.of(context), pass_s, seconds - pass_s)
 
     def _refuse(self, running: _LlamaSequence, error: Exception) -> None:
-        """Take back a draft that the engine had no memory for."""
+        """Drop a draft that the engine failed to verify, and halve the budget."""
         self._guard.count(error)
         self._budget.halve()
         running.tree = DraftTree.empty()
@@ -360,14 +360,14 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         last_token = int(sequence.tokens[-1])
         logits = None if self._trees is None else self._trees.logits_of(tree)
         if logits is None:
-            if self._trees is not None:  # another pass came after that over the tree
+            if self._trees is not None:  # another pass came after the tree's pass
                 tree = tree.among(np.isin(np.arange(len(tree)), path))
             path = np.arange(len(path))
             tree, logits = _rows(self._llm, sequence, tree, len(path))
         return Verified(last_token, tree, logits, path, next_token)
 
     def _charge(self, began_s: float) -> None:
-        """Note the time since a call began as the drafter's."""
+        """Count the time since `began_s` as drafting time."""
         self._returned_s = perf_counter()
         of_request = [] if self._running is None else [self._running.request.statistics]
         for statistics in (*of_request, self.statistics):
@@ -378,12 +378,12 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
 def _rows(
     llm: Llama, sequence: TokenSequence, chain: DraftTree, num_accepted: int
 ) -> tuple[DraftTree, NDArray[np.float32]]:
-    """Return the chain that was verified behind a sequence and its logits, float32[1 + N, V].
+    """Return the chain that was verified after a sequence, and its logits, float32[1 + N, V].
 
-    The engine keeps a row for each token that it read, also for those that it then gave up. These
-    are of the chain's own tokens, as long as it read the whole chain: where its memory shows other
-    tokens, only rows of the accepted ones are taken. The place of the first rejected token holds
-    the engine's choice by now.
+    The engine keeps a row of logits for each token that it read, even for tokens that it then
+    rejected. If the engine's memory no longer shows the chain's tokens, only the rows of accepted
+    tokens are used. The first rejected token is not compared: the engine's own choice has taken its
+    place.
     """
     known = len(sequence)
     behind = slice(known + num_accepted + 1, known + len(chain))
@@ -393,14 +393,14 @@ def _rows(
 
 
 class _TenantDrafters:
-    """The drafters of tenants: what a model found likely for one is drafted for no other.
+    """The drafters of tenants, which keep the recycled logits of tenants separate.
 
-    Sequences that begin before kernels of fused drafts are compiled have retrieved ones alone.
+    Sequences that start before the kernels of fused drafts are compiled get only retrieved drafts.
 
     Args:
-        drafter: gives retrieved drafts.
-        limits: vocabularies.
-        recycles: whether drafts come from recycled logits, too. A fused drafter has its own.
+        drafter: the drafter for retrieved drafts.
+        limits: limits of the drafts, with the vocabulary sizes.
+        recycles: whether to draft from recycled logits too. A fused drafter has its own.
     """
 
     def __init__(self, drafter: Drafter, limits: DraftLimits, *, recycles: bool) -> None:
@@ -424,7 +424,7 @@ class _TenantDrafters:
         return self._followers[tenant]
 
     def _is_coming(self) -> bool:
-        """Return whether kernels of retrieval are compiled still, before those of fused drafts."""
+        """Return whether the kernels of retrieval, which come first, are still being compiled."""
         return isinstance(self._drafter, LateDrafter) and not self._drafter.is_ready
 
     def _new(self, tenant: str) -> Drafter:
@@ -444,39 +444,39 @@ def attach(  # noqa: PLR0913  (all but the first two are given by name)
     tenants: Sequence[str] = (),
     trees: bool = True,
 ) -> DrafterDraftModel:
-    """Let a model decode with drafts from now on, and return its draft model.
+    """Attach a drafter to a model, which then decodes with drafts, and return its draft model.
 
-    What the model has read before is gone. From then on the engine computes no logits of a prompt
-    but its last token's, unless a completion shows them (`echo` with `logprobs`).
+    The tokens that the model has read are lost. From now on, the engine computes only the logits of
+    a prompt's last token, unless a completion shows all of them (`echo` with `logprobs`).
 
     Args:
-        llm: made with `logits_all=True`.
-        drafter: gives the drafts.
+        llm: a model that was made with `logits_all=True`.
+        drafter: the drafter.
         num_pred_tokens: most tokens of a draft.
-        measure: whether to measure the cost of passes first, which takes some seconds, and to draft
-            only what pays; otherwise all drafts are verified.
-        vocabulary: of the model's tokenizer: a drafter for another one is refused.
+        measure: whether to measure the cost of passes first, which takes a few seconds, and to
+            draft only as many tokens as pay off; otherwise all drafts are verified.
+        vocabulary: vocabulary of the model's tokenizer; a drafter for another one is refused.
         budget_nodes: most nodes of the tree that a chain is chosen from.
-        recycle: whether what the model found likely is drafted again, in a tree with what the
-            drafter says. A `FusedDrafter` does so where it was made for it.
-        tenants: that requests may name; `*` among them for any. See `DrafterDraftModel.request`.
-        trees: whether a whole tree is verified in a pass, of `num_pred_tokens` nodes at most. That
-            takes a context of several sequences, which is made in the place of the model's own:
-            what was set on that one by other ways than `Llama`'s arguments is to be set again.
-            Where the engine makes none or its loop does not read by such passes, or the model's
-            logits for a tree are not those for its paths, chains are drafted, as with `False`, and
-            the log says so.
+        recycle: whether to draft the model's most probable tokens again, in a tree with the
+            drafter's tokens. A `FusedDrafter` has its own setting for this.
+        tenants: tenants that requests may name; `*` allows any. See `DrafterDraftModel.request`.
+        trees: whether to verify a whole tree in a pass, of at most `num_pred_tokens` nodes. This
+            needs a context for several sequences, which replaces the model's own. Set again
+            whatever was set on the old context other than by arguments of `Llama`. Chains are
+            drafted instead, and a warning is logged, in three cases: the engine cannot create such
+            a context, its loop does not use such passes, or the model's logits for a tree differ
+            from those for its paths.
 
     Raises:
-        UnsupportedEngineError: the engine is not the one that this is written for.
-        UnsupportedModelError: `llm` keeps the logits of one token alone, or its cache cannot give
-            up rejected tokens.
+        UnsupportedEngineError: the engine differs from the tested versions.
+        UnsupportedModelError: `llm` keeps only the logits of one token, or its cache cannot drop
+            rejected tokens.
         VocabularyMismatchError: the drafter is for another tokenizer.
     """
     check_engine(llm)
     _check(llm)
     known = checked_vocabulary_size(drafter, llm.n_vocab(), vocabulary)
-    seen = proxy(llm)  # a model in a circle would be freed in any order, contexts behind models
+    seen = proxy(llm)  # in a reference cycle, a model could be freed before its contexts
     passes = llm.eval if isinstance(llm.eval, TreePasses) else TreePasses(seen)
     can_trees = trees and _prepare_trees(llm, passes, num_pred_tokens)
     budget = MeasuredBudget(measure_costs(llm, num_pred_tokens + 1)) if measure else None
@@ -499,23 +499,23 @@ def attach(  # noqa: PLR0913  (all but the first two are given by name)
 
 
 def _prepare_trees(llm: Llama, passes: TreePasses, num_pred_tokens: int) -> bool:
-    """Have a model verify trees; return whether it does, and does it rightly."""
+    """Prepare a model to verify trees; return whether it does so correctly."""
     found = tree_differences(llm)
     if found:
-        _log.warning("llama.cpp verifies chains, no trees: %s", "; ".join(found))
+        _log.warning("llama.cpp verifies chains, not trees: %s", "; ".join(found))
         return False
     wanted = max(most_sequences(llm, num_pred_tokens), passes.max_sequences)
-    passes.forget()  # what it has of a context that is closed
+    passes.forget()  # its sequences belong to a context that is closed
     if wanted == 1 or not share_memory(llm, wanted):
         return False
     passes.max_sequences = wanted
     passes.forget()
     llm.eval, llm.sample, llm.save_state = passes, passes.sample, passes.save_state
     if not verifies_trees(passes, llm):
-        _log.warning("llama.cpp verifies chains, no trees: this model's logits differ in trees")
+        _log.warning("llama.cpp verifies chains, not trees: this model's logits differ in trees")
         return False
     if not are_driven(passes, llm):
-        _log.warning("llama.cpp verifies chains, no trees: its loop does not draw by Llama.sample")
+        _log.warning("llama.cpp verifies chains, not trees: its loop does not call Llama.sample")
         return False
     return True
 
@@ -526,13 +526,13 @@ def _encoded(llm: Llama, text: str) -> list[int]:
 
 
 def check_engine(llm: Llama | None = None) -> None:
-    """Refuse an engine that works otherwise than its adapter needs; warn of an untested version.
+    """Refuse an engine that differs from what the adapter needs; warn of an untested version.
 
     Args:
-        llm: of the engine, where there is one: some of its attributes are no part of its class.
+        llm: a model of the engine, if there is one; some attributes exist only on instances.
 
     Raises:
-        UnsupportedEngineError: something differs; the message says what.
+        UnsupportedEngineError: the engine differs; the message says how.
     """
     check_version(TESTED_VERSIONS, _DISTRIBUTION)
     found = _class_differences()
@@ -561,7 +561,7 @@ _CALLS: Final[dict[str, tuple[int, Sequence[str]]]] = {
     "token_bos": (0, ()),
     "tokenize": (1, ("add_bos",)),
 }
-"""Methods that are called, with the arguments by position and by name."""
+"""Methods that the adapter calls, with their positional and named arguments."""
 
 
 @cache
@@ -595,18 +595,18 @@ def _class_differences() -> list[str]:
 
 
 def _check(llm: Llama) -> None:
-    """Refuse models that the engine would verify wrongly, or stop at, without an error."""
+    """Refuse models for which the engine would verify wrongly, or abort, without an error."""
     if not llm._logits_all or len(llm.scores) < len(llm.input_ids):  # noqa: SLF001  no public name
         raise UnsupportedModelError(
-            "drafts are verified by the logits of several tokens: Llama(..., logits_all=True)"
+            "drafts need the logits of several tokens: use Llama(..., logits_all=True)"
         )
     if llama_model_is_recurrent(llm.model) or llama_model_is_hybrid(llm.model):
         raise UncroppableCacheError(
-            "this model's recurrent state cannot give up rejected tokens: decode without drafts"
+            "this model's recurrent state cannot drop rejected tokens: decode without drafts"
         )
     if llama_model_n_swa(llm.model) > 0 and not llm.context_params.swa_full:
         raise UncroppableCacheError(
-            "this cache forgets what lies behind its window: Llama(..., swa_full=True)"
+            "this cache drops tokens outside its window: use Llama(..., swa_full=True)"
         )
 
 

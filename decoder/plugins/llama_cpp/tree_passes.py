@@ -1,16 +1,16 @@
 """Draft trees in one pass of llama.cpp, below the engine's own loop.
 
-The engine's `generate` is left alone and decodes as without drafts, a token in each turn: it asks
-the draft model, which gives it no tokens, calls `eval` with the token that it chose, and `sample`.
-These two are `TreePasses`. A pass reads that token and a tree of drafts behind it; as long as the
-engine's choices are in the tree, the following turns are answered from that pass, and nothing is
-read. So prompts, samplers, grammars, processors and stopping criteria are all the engine's own
-code, and they see the tokens that were chosen and no drafted ones: a loop of ours would have to
-copy that code, and would differ from it with the engine's next version.
+The engine's `generate` is unchanged. As without drafts, it decodes one token in each turn: it calls
+the draft model, which returns no tokens, then `eval` with the token that it chose, and `sample`.
+`TreePasses` replaces `eval` and `sample`. A pass reads the chosen token and a draft tree after it.
+As long as the engine's choices are in the tree, later turns are answered from that pass, and the
+model reads nothing. So the engine's own code handles prompts, samplers, grammars, processors and
+stopping criteria, and it sees only chosen tokens, never drafted ones. A loop of our own would have
+to copy that code, and would differ from the engine's next version.
 
-Each path of a tree has a sequence of llama.cpp's: its leaf's. Sequence 0 has what was chosen, and
-beyond that the first path. The others share its cells (`kv_unified`), and lose those of a pass
-before the next one.
+Each path of a tree is a sequence of llama.cpp. Sequence 0 has the chosen tokens and then the first
+path. The other sequences share its cells (`kv_unified`). They lose the cells of a pass before the
+next pass.
 """
 
 import sys
@@ -35,30 +35,30 @@ from retriever.drafter import TokenIds
 from retriever.tree import ROOT, DraftTree
 
 _END: Final = -1
-"""In llama.cpp's memory: up to the last position."""
+"""End position for llama.cpp's memory functions that means up to the last position."""
 
 _LIKE: Final = 0.25
-"""Most that a tree's logits differ from those of its paths, as a share of what they differ by where
-each node sees its siblings. In float32 the share is 1e-6; what a model rounds counts against the
-effect of a token more in a context of five, which is large."""
+"""Largest allowed difference between a tree's logits and the logits of its paths. It is a share of
+the difference when each node also sees its siblings. In float32, the share is 1e-6. Rounding in a
+model is small compared with the effect of one more token in a context of five."""
 
 _log = getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
 class _TreePass:
-    """The last pass, over a token and a tree behind it.
+    """The last pass, over a token and a tree after it.
 
     Attributes:
-        tree: N nodes.
-        logits: float32[1 + N, vocabulary], behind the token and each node: the engine's own memory,
-            which its next pass writes to.
+        tree: tree of N nodes.
+        logits: float32[1 + N, vocabulary], the logits after the token and each node. This is the
+            engine's own memory, which its next pass overwrites.
         start: position of the token.
-        sequences: of each node, the first sequence that it is in.
-        num_sequences: with cells of this pass.
-        node: the last one that the engine chose.
-        end: position behind it.
-        is_open: whether the nodes behind it are still in the model's memory.
+        sequences: for each node, the first sequence that contains it.
+        num_sequences: number of sequences with cells of this pass.
+        node: the last node that the engine chose.
+        end: position after that node.
+        is_open: whether the nodes after it are still in the model's memory.
     """
 
     tree: DraftTree
@@ -71,7 +71,7 @@ class _TreePass:
     is_open: bool = True
 
     def child(self, token: int) -> int | None:
-        """Return the node with a token behind the last chosen one; `None` where there is none."""
+        """Return the child of the last chosen node with this token; `None` if there is none."""
         if not self.is_open:
             return None
         nodes = (self.tree.parents == self.node) & (self.tree.token_ids == token)
@@ -82,20 +82,20 @@ class _TreePass:
 class TreePasses:
     """`Llama.eval`, `sample` and `save_state` of a model with drafts.
 
-    `eval` verifies the tree that was planned, answers for tokens that the last pass has verified,
-    and reads everything else as the engine does, but for a prompt's logits: with `logits_all` the
-    engine computes those of every token, a fifth of the time of a prompt where the vocabulary is
-    large. Only completions that show the prompt with its log-probabilities (`echo` and `logprobs`)
-    need them; calls of a user's own are left alone.
+    `eval` verifies the planned tree. It answers from the last pass for tokens that this pass has
+    verified. Everything else is read as in the engine, except for a prompt's logits. With
+    `logits_all`, the engine computes the logits of every prompt token, which takes a fifth of the
+    prompt's time with a large vocabulary. Only completions that show the prompt with its
+    log-probabilities (`echo` and `logprobs`) need them. A user's own calls of `eval` are unchanged.
 
     Args:
-        llm: whose methods it stands for.
+        llm: the model whose methods are replaced.
 
     Attributes:
-        max_sequences: paths that a tree may have; 1 where only chains are verified.
-        seconds: that the last pass over a tree took.
-        refusal: why the engine did not do it; `None` where it did.
-        num_drawn: tokens that were drawn from the logits of such passes.
+        max_sequences: most paths of a tree; 1 if only chains are verified.
+        seconds: seconds of the last pass over a tree.
+        refusal: the engine's error in the last pass over a tree; `None` if it succeeded.
+        num_drawn: number of tokens that were sampled from the logits of such passes.
     """
 
     def __init__(self, llm: Llama) -> None:
@@ -113,17 +113,17 @@ class TreePasses:
 
     @property
     def max_nodes(self) -> int:
-        """Most nodes of a draft: the engine ends where it samples behind more than one batch."""
+        """Most nodes of a draft: the engine aborts if it samples after more than one batch."""
         return int(self._llm.n_batch) - 1
 
     def announce(self) -> None:
-        """Have the next `eval` taken for a pass that drafts were asked for, whatever it reads."""
+        """Mark the next `eval` as a pass for which drafts were requested, whatever it reads."""
         self._is_drafted = True
 
     def goes_on_within(self, tokens: TokenIds) -> bool:
-        """Return whether the last pass has read the last token, behind the others, already.
+        """Return whether the last pass has already read the last token after the other tokens.
 
-        If so, the next `eval` is answered from it.
+        If so, the next `eval` is answered from that pass.
         """
         last = self._current()
         if last is None or len(tokens) != last.end + 1:
@@ -135,13 +135,13 @@ class TreePasses:
         return True
 
     def plan(self, tree: DraftTree, num_tokens: int) -> None:
-        """Have the next `eval` verify a tree behind the last of so many tokens."""
+        """Let the next `eval` verify a tree after the last of `num_tokens` tokens."""
         self._planned, self._planned_at = tree, num_tokens - 1
 
     def logits_of(self, tree: DraftTree) -> NDArray[np.float32] | None:
-        """Return float32[1 + N, V] of the last pass if it was over this very tree.
+        """Return the logits of the last pass, float32[1 + N, V]; `None` if it had another tree.
 
-        They are the engine's own memory, which its next pass writes to.
+        They are in the engine's own memory, which its next pass overwrites.
         """
         last = self._current()
         return last.logits if last is not None and last.tree is tree else None
@@ -160,7 +160,7 @@ class TreePasses:
             self._read(tokens, is_drafted=is_drafted, caller=sys._getframe(1))  # noqa: SLF001
 
     def sample(self, *settings: Any, **named: Any) -> int:
-        """Draw a token; see `Llama.sample`. Behind a node, from that node's logits."""
+        """Sample a token, from the chosen node's logits if there is one; see `Llama.sample`."""
         last, llm = self._current(), self._llm
         if last is not None and named.get("idx") in {None, llm.n_tokens - 1}:
             from_end = 1 + last.node - len(last.logits)  # as the engine counts rows of a pass
@@ -170,30 +170,30 @@ class TreePasses:
         return token
 
     def save_state(self) -> Any:
-        """Return the model's state, as without drafts: see `Llama.save_state`."""
+        """Return the model's state as without drafts; see `Llama.save_state`."""
         last = self._current()
         self.forget()
         self._remove(0, self._llm.n_tokens)
-        if last is not None:  # its logits are still what the engine samples from
+        if last is not None:  # the engine still samples from its logits
             last.is_open, last.num_sequences, self._pass = False, 1, last
         return Llama.save_state(self._llm)
 
     def forget(self) -> None:
-        """Give up all sequences but the first one."""
+        """Drop all sequences except the first."""
         self._pass = None
         for sequence in range(1, self.max_sequences):
             self._remove(sequence, 0)
         self._shared = [0] * self.max_sequences
 
     def _current(self) -> _TreePass | None:
-        """Return the last pass, if the engine is still at a token of it."""
+        """Return the last pass, if the engine's last token is one of its tokens."""
         last, llm = self._pass, self._llm
         if last is None or last.end != llm.n_tokens or llm._requires_eval:  # noqa: SLF001
             return None
         return last
 
     def _go_to(self, node: int, last: _TreePass) -> None:
-        """Take a node of the last pass as chosen."""
+        """Move to a node of the last pass that the engine chose."""
         at, sequence = last.end, last.sequences[node]
         if sequence:
             self._remove(0, at)
@@ -202,14 +202,14 @@ class TreePasses:
         last.node, last.end = node, at + 1
 
     def _note(self, at: int, token: int, logits: NDArray[np.float32]) -> None:
-        """Write to the engine's own memory as its `eval` does."""
+        """Write a token and its logits to the engine's own memory, as its `eval` does."""
         llm = self._llm
         llm.input_ids[at] = token
         llm.scores[at] = logits
         llm.n_tokens = at + 1
 
     def _verify_or_read(self, token: int, tree: DraftTree) -> None:
-        """Read a token with a tree behind it; alone where the engine refuses the tree."""
+        """Read a token with a tree after it; without the tree if the engine fails on it."""
         began_s = perf_counter()
         if self._llm._requires_eval:  # noqa: SLF001  the memory may be one that was loaded
             self.forget()
@@ -226,7 +226,7 @@ class TreePasses:
         self.seconds = perf_counter() - began_s
 
     def _settle(self) -> None:
-        """Give up what the last pass read and was not chosen."""
+        """Drop the nodes of the last pass that were not chosen."""
         last, self._pass = self._pass, None
         if last is None:
             return
@@ -235,10 +235,10 @@ class TreePasses:
             self._shared[sequence] = last.start + 1
 
     def verify(self, token: int, tree: DraftTree, paths: Sequence[range]) -> None:
-        """Read a token and a tree behind it, each node in the sequences of its paths.
+        """Read a token and a tree after it, each node in the sequences of its paths.
 
         Raises:
-            RuntimeError: the engine does not do it, for want of memory.
+            RuntimeError: the engine fails, for example because it lacks memory.
         """
         llm, at = self._llm, int(self._llm.n_tokens)
         num_sequences = max(path.stop for path in paths)
@@ -259,7 +259,7 @@ class TreePasses:
         self._pass = _TreePass(tree, logits, at, first, num_sequences, ROOT, at + 1)
 
     def _fill(self, rows: list[tuple[int, int, range]], start: int) -> None:
-        """Write tokens, depths and sequences to the engine's batch."""
+        """Write tokens, positions and sequences to the engine's batch."""
         batch = self._llm._batch.batch  # noqa: SLF001  no public name
         batch.n_tokens = len(rows)
         for row, (token, depth, sequences) in enumerate(rows):
@@ -279,9 +279,9 @@ class TreePasses:
             llama_cpp.llama_memory_seq_cp(memory, source, target, start, end)
 
     def _read(self, tokens: Sequence[int], *, is_drafted: bool, caller: FrameType) -> None:
-        """Read what no tree stands behind, as the engine does."""
+        """Read tokens without a tree, as the engine does."""
         if self._pass is not None or not is_drafted:
-            self.forget()  # of a prompt on: the memory may be one that was loaded
+            self.forget()  # before a prompt: the memory may come from a saved state
         is_ours = getattr(self._llm.draft_model, "passes", None) is self
         if is_drafted or not is_ours or not _is_for_generate(caller):
             Llama.eval(self._llm, tokens)
@@ -293,7 +293,7 @@ class TreePasses:
             Llama.eval(self._llm, tokens)
 
     def _read_with_logits(self, tokens: Sequence[int]) -> None:
-        """Read a prompt for its logits; what was read of it without them is read again."""
+        """Read a prompt with all its logits; tokens read without logits are read again."""
         llm = self._llm
         if self._lacks_some:
             tokens, llm.n_tokens = [*llm.input_ids[: llm.n_tokens].tolist(), *tokens], 0
@@ -301,7 +301,7 @@ class TreePasses:
         self._lacks_some = False
 
     def _read_prompt(self, tokens: Sequence[int]) -> None:
-        """Read a prompt for the logits of its last token."""
+        """Read a prompt with only the logits of its last token."""
         llm, self._lacks_some = self._llm, True
         llm._logits_all = False  # noqa: SLF001  no public name
         try:
@@ -313,12 +313,12 @@ class TreePasses:
 
 
 def _is_for_generate(caller: FrameType) -> bool:
-    """Return whether the engine's own loop is what reads, and no one who wants the logits."""
+    """Return whether the engine's own loop calls, and not a user who may want the logits."""
     return caller.f_code is Llama.generate.__code__
 
 
 def _shows_logits(caller: FrameType | None) -> bool:
-    """Return whether a completion for which a prompt is read shows the prompt's logits."""
+    """Return whether the prompt is read for a completion that shows the prompt's logits."""
     while caller is not None and caller.f_code is not Llama._create_completion.__code__:  # noqa: SLF001
         caller = caller.f_back
     stated = {} if caller is None else caller.f_locals
@@ -328,8 +328,8 @@ def _shows_logits(caller: FrameType | None) -> bool:
 def sequences_of(tree: DraftTree) -> list[range]:
     """Return, for each node, the sequences of the paths that it is on.
 
-    Paths are numbered from 0 so that those of a node are neighbours, and the first is that of the
-    most probable child at each node.
+    Paths are numbered from 0. The paths of a node have consecutive numbers. The first path follows
+    the first child at each node, which is the most probable.
     """
     parents = tree.parents.tolist()
     num_paths = [0] * len(parents)
@@ -337,7 +337,7 @@ def sequences_of(tree: DraftTree) -> list[range]:
         num_paths[node] = max(num_paths[node], 1)
         if parents[node] != ROOT:
             num_paths[parents[node]] += num_paths[node]
-    free = [0] * (len(parents) + 1)  # the root's last: its number is -1
+    free = [0] * (len(parents) + 1)  # the last entry is the root's, at index -1
     paths = []
     for node, parent in enumerate(parents):
         start = free[node] = free[parent]
@@ -347,10 +347,10 @@ def sequences_of(tree: DraftTree) -> list[range]:
 
 
 def within_paths(tree: DraftTree, max_paths: int) -> DraftTree:
-    """Return the longest prefix of a tree that has at most so many paths."""
+    """Return the longest prefix of a tree that has at most `max_paths` paths."""
     num_paths, inner = 0, set[int]()
     for node, parent in enumerate(tree.parents.tolist()):
-        num_paths += parent == ROOT or parent in inner  # else it goes on with its parent's path
+        num_paths += parent == ROOT or parent in inner  # else it continues its parent's path
         inner.add(parent)
         if num_paths > max_paths:
             return tree.prefix(node)
@@ -358,14 +358,14 @@ def within_paths(tree: DraftTree, max_paths: int) -> DraftTree:
 
 
 def share_memory(llm: Llama, max_sequences: int) -> bool:
-    """Give a model a context in which sequences share cells; return whether there is one.
+    """Give a model a context in which sequences share cells; return whether that succeeded.
 
-    The engine makes its context for one sequence, so another one takes its place, and what it has
-    read is gone.
+    The engine's own context holds one sequence. So a new context replaces it, and the tokens that
+    the model has read are lost.
 
     Args:
-        llm: whose context it is.
-        max_sequences: that it holds, within what the engine can.
+        llm: the model.
+        max_sequences: number of sequences in the new context; see `most_sequences`.
     """
     parameters = llm.context_params
     if parameters.n_seq_max >= max_sequences and parameters.kv_unified:
@@ -376,7 +376,7 @@ def share_memory(llm: Llama, max_sequences: int) -> bool:
     try:
         _make_context(llm)
     except ValueError as error:
-        _log.warning("llama.cpp makes no context for drafts as trees: %s", error)
+        _log.warning("llama.cpp cannot create a context for draft trees: %s", error)
         parameters.n_seq_max, parameters.kv_unified = before
         _make_context(llm)
         return False
@@ -392,19 +392,17 @@ def _make_context(llm: Llama) -> None:
         adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(adapter)
         scales = (c_float * 1)(llm.lora_scale)
         if llama_cpp.llama_set_adapters_lora(made.ctx, adapters, 1, scales):
-            raise UnsupportedModelError(
-                f"llama.cpp does not take {llm.lora_path} for a second time"
-            )
+            raise UnsupportedModelError(f"llama.cpp cannot apply {llm.lora_path} a second time")
 
 
 def most_sequences(llm: Llama, wanted: int) -> int:
-    """Return how many sequences a pass can have, up to those that are wanted."""
+    """Return the most sequences that a pass can have, at most `wanted`."""
     can = int(llama_cpp.llama_max_parallel_sequences()), int(llm._batch.n_seq_max)  # noqa: SLF001
     return min(wanted, *can, int(llm.context_params.n_ubatch))  # llama.cpp aborts beyond that
 
 
 def tree_differences(llm: Llama) -> list[str]:
-    """Return what an engine lacks of what trees need, a sentence each."""
+    """Return what an engine lacks for draft trees, one sentence for each part."""
     context, batch = getattr(llm, "_ctx", None), getattr(llm, "_batch", None)
     wanted: list[tuple[Any, tuple[str, ...], str]] = [
         (llm, _OWN, "Llama"),
@@ -447,15 +445,15 @@ _FUNCTIONS: Final = (
 
 
 _PROBED: Final = 4 + 6
-"""Tokens that a small tree is verified with: a context, the tree, and what comes behind."""
+"""Tokens of the check with a small tree: four of context, and six in and around the tree."""
 
 
 def verifies_trees(passes: TreePasses, llm: Llama) -> bool:
-    """Return whether a model's logits behind the nodes of a tree are those behind their paths.
+    """Return whether a model's logits after the nodes of a tree equal the logits after their paths.
 
-    Compares a tree of two paths, and a token behind the second one once that is chosen, with the
-    same tokens read as the engine does; and with a tree whose nodes see one another. Clears the
-    model's cache.
+    The check reads a tree of two paths, and a token after the second path. It compares the logits
+    with those of the same tokens without a tree, and with those of a tree whose nodes see one
+    another. It clears the model's cache.
     """
     context, (root, first, second, third, fourth, last) = _probe(llm)
     tree = DraftTree.checked(
@@ -476,10 +474,10 @@ def verifies_trees(passes: TreePasses, llm: Llama) -> bool:
 
 
 def are_driven(passes: TreePasses, llm: Llama) -> bool:
-    """Return whether the engine's loop reads and draws through passes that stand in its model.
+    """Return whether the engine's loop calls `eval` and `sample` of the passes in its model.
 
-    It decodes three tokens, of which the second is in a tree, whichever of the likely ones it is.
-    Clears the model's cache.
+    The check decodes three tokens. A tree of the four most probable tokens contains the second. The
+    check clears the model's cache.
     """
     context, _ = _probe(llm)
     kept, llm.draft_model = llm.draft_model, None
@@ -504,7 +502,7 @@ def _decode(llm: Llama, prompt: list[int], num_tokens: int) -> None:
 
 @dataclass(slots=True)
 class _Planned:
-    """A draft model that has one tree, and then none."""
+    """A draft model that drafts one tree, and then nothing."""
 
     passes: TreePasses
     tree: DraftTree
@@ -519,7 +517,7 @@ class _Planned:
 def _read_tree(
     passes: TreePasses, llm: Llama, tokens: list[int], tree: DraftTree, paths: list[range]
 ) -> NDArray[np.float32]:
-    """Return float32[1 + N, V], a copy of the logits of a pass over a tree behind tokens."""
+    """Return float32[1 + N, V], a copy of the logits of a pass over a tree after tokens."""
     llm.reset()
     passes(tokens[:-1])
     passes.verify(tokens[-1], tree, paths)
@@ -528,13 +526,13 @@ def _read_tree(
 
 
 def _probe(llm: Llama) -> tuple[list[int], list[int]]:
-    """Return a context and six tokens, all different, from all over the vocabulary."""
+    """Return four tokens of context and six others, all different, from the whole vocabulary."""
     tokens = np.linspace(0, llm.n_vocab() - 1, _PROBED + 2).astype(int).tolist()
     return tokens[1:5], tokens[5:-1]
 
 
 def _behind(passes: TreePasses, llm: Llama, tokens: list[int]) -> NDArray[np.float32]:
-    """Choose tokens one by one, as the engine's loop does; return the logits behind the last."""
+    """Choose tokens one by one, as the engine's loop does; return the logits after the last."""
     for token in tokens:
         so_far = np.array([*llm.input_ids[: llm.n_tokens], token], np.int32)
         if not passes.goes_on_within(so_far):
@@ -545,7 +543,7 @@ def _behind(passes: TreePasses, llm: Llama, tokens: list[int]) -> NDArray[np.flo
 
 
 def _plain(llm: Llama, tokens: list[int]) -> NDArray[np.float32]:
-    """Return float32[n, V], a copy of the logits behind tokens that are read at once."""
+    """Return float32[n, V], a copy of the logits after tokens that are read in one call."""
     llm.reset()
     llm.eval(tokens)
     rows: NDArray[np.float32] = llm.scores[: len(tokens)].copy()

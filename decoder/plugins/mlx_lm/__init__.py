@@ -1,1 +1,1 @@
-"""Drafts inside mlx-lm."""
+"""Drafts in mlx-lm."""

@@ -1,15 +1,15 @@
-"""Drafts for mlx-lm: an object in the form of a draft model.
+"""Drafts for mlx-lm: an object with the interface of a draft model.
 
     drafts = DraftsForMlx(drafter, model.args.vocab_size)
     stream_generate(model, tokenizer, prompt, draft_model=drafts, num_draft_tokens=4)
 
-mlx-lm's speculative loop calls a draft model with tokens and a cache, and trims the cache by what
-the target rejected: so it is told each sequence exactly, and a cache is a sequence. Logits that are
-certain of a drafted token make its sampler draw that token. It is kept where the target's own
-choice is the same, greedy or sampled: the output is that of plain decoding.
+The speculative loop of mlx-lm calls a draft model with tokens and a cache, and trims rejected
+tokens from the cache. So the draft model knows each sequence exactly, and each cache stands for one
+sequence. The draft model's logits give all probability to the drafted token, so the loop's sampler
+picks that token. The token is accepted if the target's own choice, greedy or sampled, is the same.
+So the output is that of plain decoding.
 
-The loop verifies as many tokens in every pass, whatever is known: where a draft is shorter, it is
-filled up.
+The loop verifies the same number of tokens in every pass. A shorter draft is padded.
 """
 
 from collections.abc import Sequence
@@ -39,34 +39,34 @@ from retriever.tree import DraftTree
 
 TESTED_VERSIONS: Final = ">=0.32,<0.33"
 DEFAULT_BUDGET_NODES: Final = 32
-"""Nodes of the tree that a path is taken from: mlx-lm verifies a few tokens in a pass."""
+"""Nodes of the tree that a path is chosen from; mlx-lm verifies only a few tokens in a pass."""
 
 MAX_CHAIN: Final = 16
-"""Most tokens of a path: the loop does not tell how many it will ask for."""
+"""Most tokens of a path; the loop does not say in advance how many it will request."""
 
 _MOST_OF_A_STEP: Final = 2
-"""Tokens that a step reads at most: the last accepted one and the target's own. A prompt is read in
-larger parts, for which nothing is drafted."""
+"""Most tokens that a step reads: the last accepted token and the target's own. A prompt is read in
+larger parts, and nothing is drafted for them."""
 
 _IMPOSSIBLE: Final = -1e9
-"""The logit of any other token: finite, so that processors can multiply it."""
+"""Logit of all other tokens; it is finite, so that logits processors can multiply it."""
 
 _NAMES: Final = count()
-"""Names of sequences, each used once."""
+"""Names of sequences; each is used only once."""
 
 _log = getLogger(__name__)
 
 
 class DraftedSequence:
-    """One sequence of mlx-lm, as its loop shows it: the draft model's cache.
+    """One sequence of mlx-lm, in the form of the draft model's cache.
 
     Args:
-        drafts: whose sequence.
-        tokens: that it begins with.
+        drafts: the draft model.
+        tokens: initial tokens of the sequence.
 
     Attributes:
-        offset: how many tokens the loop has read into it.
-        state: nothing that would have to be computed.
+        offset: number of tokens that the loop has read into the cache.
+        state: arrays to evaluate; always empty.
     """
 
     def __init__(self, drafts: "DraftsForMlx", tokens: Sequence[int] = ()) -> None:
@@ -82,31 +82,31 @@ class DraftedSequence:
 
     @property
     def offset(self) -> int:
-        """Tokens that were read."""
+        """Number of tokens that were read."""
         return len(self._tokens)
 
     @property
     def state(self) -> list[Any]:
-        """What is to be evaluated: nothing."""
+        """Arrays to evaluate: none."""
         return []
 
     def is_trimmable(self) -> bool:
-        """Return that tokens can be taken back."""
+        """Return true: tokens can be removed."""
         return True
 
     def trim(self, num_tokens: int) -> int:
-        """Take back the last tokens; the loop does so once behind each pass."""
+        """Remove the last tokens; the loop calls this once after each pass."""
         num_tokens = min(num_tokens, len(self._tokens))
         del self._tokens[len(self._tokens) - num_tokens :]
         self._last_given, self._was_verified = None, True
         return num_tokens
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DraftedSequence":
-        """Return a sequence of its own with the same tokens, as servers that keep prompts need."""
+        """Return a new sequence with the same tokens; servers that cache prompts need this."""
         return DraftedSequence(self._drafts, self._tokens)
 
     def next_token(self, tokens: list[int]) -> int:
-        """Take in tokens, and return the one to propose behind them."""
+        """Add tokens, and return the token to propose after them."""
         self._tokens += tokens
         if len(tokens) > _MOST_OF_A_STEP:
             self._num_prompt = 0
@@ -121,16 +121,16 @@ class DraftedSequence:
         return token
 
     def close(self) -> None:
-        """End the sequence; the output is remembered."""
+        """End the sequence; the drafter stores its output."""
         self._drafts.sessions.end(self._request.name)
 
     def _begin_draft(self) -> None:
-        """Draft behind the tokens so far, which are the prompt's or those that the target chose."""
+        """Draft after the tokens so far, which are the prompt's or were chosen by the target."""
         tokens = np.array(self._tokens, np.int32)
         was_verified, self._was_verified = self._was_verified, False
         if was_verified:
             self._count(tokens)
-        else:  # a short piece of the prompt may have been taken for a step
+        else:  # a short piece of the prompt may have looked like a step
             self.close()
             self._num_prompt = 0
         self._num_prompt = self._num_prompt or len(tokens)
@@ -138,7 +138,7 @@ class DraftedSequence:
         self._chain = self._drafts.chain(tokens, self._num_prompt, self._request)
 
     def _count(self, tokens: TokenIds) -> None:
-        """Count what became of the last draft."""
+        """Count the outcome of the last draft."""
         new = tokens[self._num_before :]
         if len(new):
             drafted = self._chain.prefix(self._num_given)
@@ -146,24 +146,24 @@ class DraftedSequence:
 
 
 class DraftsForMlx:
-    """A draft model whose logits are certain of what a drafter proposes; for one thread.
+    """A draft model that gives all probability to a drafter's tokens; use it from one thread.
 
-    A failing drafter costs drafts, never a token.
+    If the drafter fails, there are no drafts, but no token is lost.
 
     Args:
-        drafter: gives the drafts.
-        model_vocabulary: how many logits the model has: drafts end before any other token.
-        budget_nodes: most nodes of the tree that a path is chosen from.
-        vocabulary: of the model's tokenizer: a drafter for another one is refused.
-        filler: what is proposed where nothing is known.
+        drafter: the drafter.
+        model_vocabulary: number of the model's logits; a draft ends before a token beyond them.
+        budget_nodes: largest number of nodes in the tree that a path is chosen from.
+        vocabulary: vocabulary of the model's tokenizer; a drafter for another one is refused.
+        filler: token to propose if there is no draft.
 
     Attributes:
-        statistics: of all sequences.
-        sessions: the sequences, and what is drafted for them.
-        filler: as given.
+        statistics: counts of all sequences.
+        sessions: the sequences and their drafts.
+        filler: token to propose if there is no draft.
 
     Raises:
-        UnsupportedEngineError: mlx-lm is not as this is written for.
+        UnsupportedEngineError: mlx-lm differs from the tested versions.
         VocabularyMismatchError: the drafter is for another tokenizer.
     """
 
@@ -183,22 +183,22 @@ class DraftsForMlx:
             without_waiting(drafter), SequenceLimits(vocabulary_size=known)
         )
         self.filler = filler
-        self.layers: list[Any] = []  # of a model without any
+        self.layers: list[Any] = []  # a model without layers
         self._model_vocabulary = model_vocabulary
         self._budget_nodes = budget_nodes
         self._sequence: DraftedSequence | None = None
         self._guard = EngineGuard("mlx-lm", _log, self.sessions.abandon)
 
     def make_cache(self) -> list[DraftedSequence]:
-        """Return the cache of a new sequence; the last one has ended."""
+        """Return the cache of a new sequence, and end the last sequence."""
         self.close()
         self._sequence = DraftedSequence(self)
         return [self._sequence]
 
     def __call__(self, tokens: mx.array, cache: list[DraftedSequence], **_: Any) -> mx.array:
-        """Return [1, 1, V], logits behind int[1, n] tokens that are read into a cache.
+        """Read tokens, int[1, n], into a cache, and return the logits after them, [1, 1, V].
 
-        Of a prompt, which is read without drafting, logits are never looked at.
+        The loop ignores the logits of a prompt's parts, so nothing is drafted for these.
         """
         [sequence] = cache
         ids: list[int] = tokens[0].tolist()
@@ -209,23 +209,29 @@ class DraftsForMlx:
         return mx.where(places == token, 0.0, _IMPOSSIBLE)[None, None]
 
     def close(self) -> None:
-        """End the last sequence; its output is remembered."""
+        """End the last sequence; the drafter stores its output."""
         sequence, self._sequence = self._sequence, None
         if sequence is not None:
             with self._guard:
                 sequence.close()
 
     def chain(self, tokens: TokenIds, num_prompt: int, request: NamedRequest) -> DraftTree:
-        """Return the most probable path behind the sequence of a request, int32[n]."""
+        """Return the most probable path after the sequence of a request.
+
+        Args:
+            tokens: int32[n], the sequence.
+            num_prompt: number of prompt tokens.
+            request: the request.
+        """
         [tree] = self.sessions.step([EngineRow(tokens, num_prompt, self._budget_nodes, request)])
         return chain_for(tree, MAX_CHAIN, self._model_vocabulary)
 
 
 def check_engine() -> None:
-    """Refuse an mlx-lm that calls draft models otherwise; warn of an untested version.
+    """Refuse an mlx-lm with another interface to draft models; warn of an untested version.
 
     Raises:
-        UnsupportedEngineError: something differs; the message says what.
+        UnsupportedEngineError: the interface differs; the message says how.
     """
     check_version(TESTED_VERSIONS, "mlx-lm")
     found = [

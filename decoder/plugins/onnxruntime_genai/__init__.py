@@ -1,1 +1,1 @@
-"""Drafts inside ONNX Runtime GenAI."""
+"""Drafts in ONNX Runtime GenAI."""

@@ -1,11 +1,12 @@
-"""Drafts for ONNX Runtime GenAI: the loop around its `Engine` that proposes draft tokens.
+"""Drafts for ONNX Runtime GenAI: a loop around its `Engine` that proposes draft tokens.
 
     loop = DraftingLoop(onnxruntime_genai.Engine(model), drafter, vocabulary_size=49152)
     for token in loop.generate(prompt, max_new_tokens=256):
         ...
 
-The engine verifies a chain for each request in one pass, by its own choice at each position, greedy
-or sampled. It does so only for models with paged attention, whose logits have a row for each token.
+In one pass, the engine verifies a chain for each request. At each position it compares the drafted
+token with its own choice, greedy or sampled. This only works for models with paged attention,
+because their logits have a row for each token.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,10 +45,10 @@ _DISTRIBUTIONS: Final = (
     "onnxruntime-genai-webgpu",
 )
 _BUDGET_NODES: Final = 64
-"""Most nodes of the tree that a path is taken from: a usual path and its main alternatives."""
+"""Most nodes of the tree that a path is chosen from: a usual path and its main alternatives."""
 
 _SPARE_EVENTS: Final = 16
-"""Room for events of one pass besides a token for each position, such as ends of requests."""
+"""Room for further events of a pass, such as ends of requests, besides a token per position."""
 
 _log = getLogger(__name__)
 
@@ -57,12 +58,12 @@ class Progress:
     """The result of a pass for one request.
 
     Attributes:
-        request: as `begin` returned it.
-        tokens: what was generated.
-        num_drafted: tokens that were proposed for the pass.
-        num_accepted: how many of them were accepted.
+        request: the request, as `begin` returned it.
+        tokens: the generated tokens.
+        num_drafted: number of tokens that were proposed for the pass.
+        num_accepted: number of these tokens that were accepted.
         finish_reason: why the request ended; None while it runs.
-        statistics: of all passes of the request.
+        statistics: counts of all passes of the request.
     """
 
     request: Any
@@ -78,14 +79,14 @@ class _GenaiSequence:
     """A request that is being decoded.
 
     Attributes:
-        request: the engine's.
+        request: the engine's request.
         sequence: prompt and output.
         max_tokens: most tokens of the sequence.
         proposed: tokens that were proposed for the next pass.
-        is_refused: whether the engine takes no drafts for it.
-        new: tokens that came since the last step.
-        fields: what it states of its drafts.
-        statistics: of its passes.
+        is_refused: whether the engine refuses drafts for the request.
+        new: new tokens since the last step.
+        fields: the request's own fields for its drafts.
+        statistics: counts of the request's passes.
     """
 
     request: Any
@@ -99,29 +100,30 @@ class _GenaiSequence:
 
 
 class DraftingLoop:
-    """Runs an engine's requests with drafts, with one call of the drafter for all of them.
+    """Runs an engine's requests with drafts; each step calls the drafter once for all requests.
 
-    A failing drafter costs drafts, never a request. Must be used from the thread that made the
-    engine, as the engine itself.
+    If the drafter fails, there are no drafts, but no request is lost. Like the engine itself, the
+    loop must be used from the thread that created the engine.
 
     Args:
-        engine: all of its requests must begin here.
-        drafter: gives the drafts.
-        vocabulary_size: tokens that the model knows; drafts end before any other.
-        max_draft_tokens: most tokens of a proposal; as many as the engine takes if not given.
-        vocabulary: of the model's tokenizer: a drafter for another one is refused.
-        tenants: that requests may name; `*` among them for any.
+        engine: the engine; all of its requests must start in this loop.
+        drafter: the drafter.
+        vocabulary_size: number of tokens in the model's vocabulary; a draft ends before a token
+            beyond it.
+        max_draft_tokens: most tokens of a proposal; by default as many as the engine accepts.
+        vocabulary: vocabulary of the model's tokenizer; a drafter for another one is refused.
+        tenants: tenants that requests may name; `*` allows any.
         encode: the model's tokenizer, without special tokens, for predictions that are texts.
 
     Attributes:
-        max_draft_tokens: most tokens of a proposal; 0 where the engine verifies none.
-        num_passes: passes that gave a request tokens, summed over requests.
-        num_drafted: tokens proposed.
-        num_accepted: those that were accepted.
-        statistics: of all requests.
+        max_draft_tokens: most tokens of a proposal; 0 if the engine verifies no drafts.
+        num_passes: number of passes with new tokens, summed over requests.
+        num_drafted: number of proposed tokens.
+        num_accepted: number of accepted tokens.
+        statistics: counts of all requests.
 
     Raises:
-        UnsupportedEngineError: the engine is not the one that this is written for.
+        UnsupportedEngineError: the engine differs from the tested versions.
         VocabularyMismatchError: the drafter is for another tokenizer.
     """
 
@@ -140,7 +142,7 @@ class DraftingLoop:
         most = int(engine.max_draft_tokens_per_proposal())
         if most == 0:
             _log.warning(
-                "this engine verifies no drafts: export the model with paged attention "
+                "this engine cannot verify drafts: export the model with paged attention "
                 "(python -m onnxruntime_genai.models.builder --extra_options "
                 "use_paged_attention=true)"
             )
@@ -166,7 +168,7 @@ class DraftingLoop:
 
     @property
     def num_failures(self) -> int:
-        """Steps and ends that the drafter refused or did not answer."""
+        """Number of steps and ends of requests at which the drafter failed."""
         return self._sequences.num_failures + self._guard.num_failures
 
     def begin(
@@ -177,27 +179,27 @@ class DraftingLoop:
         drafting: Mapping[str, Any] | None = None,
         **turn_options: Any,
     ) -> Any:
-        """Begin a request and return it.
+        """Start a request and return it.
 
         Args:
-            prompt: integers[n], its tokens.
+            prompt: integers[n], tokens of the prompt.
             max_new_tokens: most tokens to generate.
-            drafting: what the request states of its drafts: `drafts` (whether there are any),
-                `budget` (most tokens of a proposal), `remember`, `tenant`, `group`,
-                `policy_version`, `oldest_version`, and `predictions`, texts or token ids, with the
-                `vocabulary` fingerprint of the latter. What cannot be followed is logged.
-            turn_options: of `onnxruntime_genai.TurnOptions`, such as `do_sample=True`,
+            drafting: the request's own fields for its drafts: `drafts` (whether to draft), `budget`
+                (most tokens of a proposal), `remember`, `tenant`, `group`, `policy_version`,
+                `oldest_version`, and `predictions`. Predictions are texts, or token ids with the
+                `vocabulary` fingerprint of these ids. Fields that cannot be applied are logged.
+            turn_options: options of `onnxruntime_genai.TurnOptions`, such as `do_sample=True`,
                 `temperature=0.8`, `top_k=40`, `seed=1`.
 
         Raises:
             AttributeError: there is no such option.
-            InvalidRequestError: a field of `drafting` is unknown or has no possible value, or the
-                tenant is not one of the loop's.
+            InvalidRequestError: a field of `drafting` is unknown or has an invalid value, or the
+                loop was not given the tenant.
             RuntimeError: the engine refuses the request.
         """
         fields, left_out = self._reader.read({"foredraft": dict(drafting or {})})
         if left_out:
-            _log.warning("a request is not drafted for as it states: %s", left_out)
+            _log.warning("fields of a request are ignored: %s", left_out)
         tokens = np.asarray(prompt, np.int32)
         options = og.RequestOptions()
         options.set_max_session_tokens(len(tokens) + max_new_tokens)
@@ -242,7 +244,7 @@ class DraftingLoop:
                 self.cancel(request)
 
     def cancel(self, request: Any) -> None:
-        """End a request early; its output is remembered."""
+        """End a request early; the drafter stores its output."""
         self._end(id(request))
 
     def close(self) -> None:
@@ -251,7 +253,7 @@ class DraftingLoop:
             self._end(name)
 
     def _run(self) -> dict[int, Any]:
-        """Run the engine once; return the requests that ended, with the reason."""
+        """Run the engine once; return the requests that ended, with the reason for each."""
         finished: dict[int, Any] = {}
         flags = og.EngineEventFlags
         for event in self._engine.run(self._events):
@@ -268,7 +270,7 @@ class DraftingLoop:
         return finished
 
     def _told(self, running: _GenaiSequence, finish_reason: Any) -> Progress:
-        """Commit the new tokens of a request."""
+        """Commit the new tokens of a request, and return the result of the pass."""
         new, running.new = running.new, []
         proposed, running.proposed = running.proposed, DraftTree.empty()
         accepted = _common_length(new, proposed.token_ids.tolist())
@@ -306,12 +308,12 @@ class DraftingLoop:
         return running.fields.most(room)
 
     def _set(self, running: _GenaiSequence, chain: DraftTree) -> None:
-        """Propose a chain; a request whose options rule out drafts gets none from then on."""
+        """Propose a chain; if the engine refuses it, the request gets no more drafts."""
         try:
             running.request.set_draft_tokens(chain.token_ids)
         except (RuntimeError, ValueError) as error:
             running.is_refused = True
-            _log.warning("a request goes on without drafts: %s", error)
+            _log.warning("a request continues without drafts: %s", error)
         else:
             running.proposed = chain
 
@@ -324,10 +326,10 @@ class DraftingLoop:
 
 
 def check_engine() -> None:
-    """Refuse an engine that works otherwise than this loop needs; warn of an untested version.
+    """Refuse an engine that differs from what this loop needs; warn of an untested version.
 
     Raises:
-        UnsupportedEngineError: something differs; the message says what.
+        UnsupportedEngineError: the engine differs; the message says how.
     """
     check_version(TESTED_VERSIONS, *_DISTRIBUTIONS)
     found = [
@@ -353,7 +355,8 @@ _NEEDED: Final[dict[str, Sequence[str]]] = {
     "RequestOptions": ("set_max_session_tokens",),
     "TurnOptions": ("set_max_generated_tokens",),
 }
-"""Classes of the engine and what is used of them; the arguments of compiled code are not seen."""
+"""Classes of the engine, with the attributes that the loop uses. Arguments of compiled functions
+cannot be checked."""
 
 
 def _common_length(one: Iterable[int], other: Iterable[int]) -> int:

@@ -1,1 +1,1 @@
-"""Heads: EAGLE's and other speculators that draft from a model's own states."""
+"""Heads: EAGLE heads and other speculators, which draft from the target model's hidden states."""

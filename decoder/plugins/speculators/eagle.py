@@ -1,12 +1,13 @@
-"""The arithmetic of EAGLE heads, for drafting and for training alike.
+"""The arithmetic of EAGLE heads, used both for drafting and for training.
 
-EAGLE-1 and 2 (Li et al., 2024, arXiv:2401.15077 and 2406.16858) draft from the target's last state,
-EAGLE-3 (Li et al., 2025, arXiv:2503.01840) from three states between its layers. Parameters have
-the names of the published files: those of EAGLE, of vLLM's `llama_eagle3` and of `speculators`.
+EAGLE-1 and 2 (Li et al., 2024, arXiv:2401.15077 and 2406.16858) draft from the target's last state.
+EAGLE-3 (Li et al., 2025, arXiv:2503.01840) drafts from three states between the target's layers.
+Parameters have the names of the published files: those of EAGLE, of vLLM's `llama_eagle3` and of
+`speculators`.
 
-A head reads pairs: the state at position t and the token at t + 1. The pair stands at position t,
-and its output is both the draft's state at t + 1, to be paired with the token at t + 2, and what
-the logits of that token are made of.
+A head reads pairs: the state at position t and the token at t + 1. The pair has position t. Its
+output is the draft's state at t + 1, which is paired with the token at t + 2. The logits of the
+token at t + 2 are computed from the same output.
 """
 
 from collections.abc import Sequence
@@ -28,11 +29,11 @@ LAYER_CONFIGS: Final[dict[str, type[PreTrainedConfig]]] = {
     "llama": LlamaConfig,
     "qwen3": Qwen3Config,
 }
-"""Kinds of layers that heads are made of, as `model_type` calls them."""
+"""Configurations of the layers in heads, by `model_type`."""
 
 
 class EagleKind(StrEnum):
-    """Which of the published heads it is."""
+    """The published kind of a head."""
 
     EAGLE = "eagle"
     EAGLE3 = "eagle3"
@@ -43,16 +44,16 @@ class EagleConfig:
     """The shape of an EAGLE head.
 
     Attributes:
-        kind: EAGLE stands for 1 and 2, which differ in how trees are grown.
+        kind: the published kind; EAGLE means both 1 and 2, which differ only in growing trees.
         layer: sizes, norms and rotary embedding of the layers; `vocab_size` is the target's.
-        states: numbers of the target's states that make the features, see `decoder.model.states`.
-        target_size: of each of those states.
-        draft_vocabulary: columns of the head's own output layer; `None` where it uses the target's.
-        has_embedding: whether it embeds tokens itself, and not as the target does.
+        states: numbers of the target's states that the head reads; see `decoder.model.states`.
+        target_size: size of each of these states.
+        draft_vocabulary: columns of the head's own output layer; `None` if it uses the target's.
+        has_embedding: whether the head has its own embedding instead of the target's.
         biased: linear layers that have a bias, such as `fc` or `q_proj`.
         norm_before_residual: whether the residual is the normalised hidden state (EAGLE-3).
-        norm_before_fc: whether all states together are normalised before `fc` (EAGLE-3).
-        fc_norm: whether each of them is normalised by itself (EAGLE-3.1).
+        norm_before_fc: whether the concatenated states are normalised before `fc` (EAGLE-3).
+        fc_norm: whether each state is normalised separately before `fc` (EAGLE-3.1).
         norm_output: whether the next depth takes the normalised output (EAGLE-3.1).
     """
 
@@ -70,7 +71,7 @@ class EagleConfig:
 
     @classmethod
     def eagle(cls, layer: PreTrainedConfig, *, bias: bool = True, **options: Any) -> "EagleConfig":
-        """Return the shape of an EAGLE-1 or 2 head over a target of the same hidden size."""
+        """Return the shape of an EAGLE-1 or 2 head for a target of the same hidden size."""
         return cls(
             kind=EagleKind.EAGLE,
             layer=layer,
@@ -82,12 +83,12 @@ class EagleConfig:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the head's own vocabulary is a part of the target's."""
+        """Whether the head's own vocabulary is only a part of the target's."""
         return self.draft_vocabulary not in {None, self.layer.vocab_size}
 
     @property
     def window(self) -> int | None:
-        """Positions that a token looks back over, itself included; `None` for all."""
+        """Number of positions that a token attends to, itself included; `None` for all."""
         kinds = set(getattr(self.layer, "layer_types", None) or ())
         return self.layer.sliding_window if "sliding_attention" in kinds else None
 
@@ -98,12 +99,12 @@ class KeyValues(Protocol):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append states, [batch, heads, rows, head size], and return all."""
+        """Append keys and values, each [batch, heads, rows, head size], and return all of them."""
         ...
 
 
 class JoinedKeyValues:
-    """Keys and values that gradients flow through, for training on several depths."""
+    """Keys and values that gradients flow through, for training at several depths."""
 
     def __init__(self) -> None:
         self._states: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -111,7 +112,7 @@ class JoinedKeyValues:
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `KeyValues`."""
+        """See `KeyValues.update`."""
         if self._states is not None:
             keys, values = self._states
             key_states = torch.cat([keys, key_states], dim=-2)
@@ -121,15 +122,15 @@ class JoinedKeyValues:
 
 
 class EagleHead(nn.Module):
-    """What EAGLE heads share: layers that attend over pairs of a state and the next token.
+    """The common part of EAGLE heads: layers that attend to pairs of a state and the next token.
 
     Args:
-        config: the shape.
+        config: shape of the head.
 
     Attributes:
-        config: as given.
-        embed_tokens: the head's own embedding; `None` where it takes the target's.
-        lm_head: the head's own output layer; `None` where it takes the target's.
+        config: shape of the head.
+        embed_tokens: the head's own embedding; `None` if it uses the target's.
+        lm_head: the head's own output layer; `None` if it uses the target's.
     """
 
     def __init__(self, config: EagleConfig) -> None:
@@ -146,25 +147,25 @@ class EagleHead(nn.Module):
         self.make_rotation()
 
     def make_rotation(self) -> None:
-        """Make the rotary embedding again: its constants are in no file."""
-        layer: Any = self.config.layer  # Qwen 3's has all that it reads, too
+        """Make the rotary embedding again: files do not store its constants."""
+        layer: Any = self.config.layer  # a Qwen 3 layer has all attributes that it reads
         self.rotary_emb: nn.Module = LlamaRotaryEmbedding(layer)
 
     @property
     def hidden_size(self) -> int:
-        """Of the head's own states."""
+        """Size of the head's own states."""
         return int(self.config.layer.hidden_size)
 
     @property
     def num_layers(self) -> int:
-        """Layers, each of which has keys and values."""
+        """Number of layers; each has keys and values."""
         return len(self.layers)
 
     def project(self, features: torch.Tensor) -> torch.Tensor:
-        """Return the head's states, [..., hidden size], for the target's.
+        """Return the head's states, [..., hidden size], from the target's states.
 
         Args:
-            features: [..., len(states) * target size], states side by side in their order.
+            features: [..., len(states) * target size], the concatenated states in their order.
         """
         raise NotImplementedError
 
@@ -176,15 +177,15 @@ class EagleHead(nn.Module):
         mask: torch.Tensor | None = None,
         cache: Sequence[KeyValues] | None = None,
     ) -> torch.Tensor:
-        """Read pairs of a state and the token behind it.
+        """Read pairs of a state and the token after it.
 
         Args:
-            embeddings: [batch, rows, hidden size], of the tokens.
-            hidden: [batch, rows, hidden size], as `project` or this method gives them.
-            positions: int64[batch, rows], of the states.
-            mask: bool, or added to the scores, [batch or 1, 1, rows, keys]; causal over the rows
-                if not given, which only holds where the cache is empty.
-            cache: keys and values of each layer so far; these rows' are appended.
+            embeddings: [batch, rows, hidden size], embeddings of the tokens.
+            hidden: [batch, rows, hidden size], states from `project` or from this method.
+            positions: int64[batch, rows], positions of the states.
+            mask: bool, or numbers to add to the scores, [batch or 1, 1, rows, keys]. The default is
+                causal over the rows, which is right only if the cache is empty.
+            cache: earlier keys and values of each layer; those of these rows are appended.
 
         Returns:
             [batch, rows, hidden size], the states one position further.
@@ -199,15 +200,15 @@ class EagleHead(nn.Module):
         return self._left(states)
 
     def outputs(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what the output layer takes, [..., hidden size]."""
+        """Return the input of the output layer, [..., hidden size]."""
         raise NotImplementedError
 
     def logits(self, hidden: torch.Tensor, target_head: nn.Module | None = None) -> torch.Tensor:
-        """Return [..., columns], the logits of the tokens behind states that `step` gave.
+        """Return [..., columns], the logits of the tokens after the states from `step`.
 
         Args:
-            hidden: [..., hidden size].
-            target_head: the target's output layer, for heads without one.
+            hidden: [..., hidden size], the states.
+            target_head: the target's output layer, for heads without their own.
         """
         output = self.lm_head if self.lm_head is not None else target_head
         if output is None:
@@ -216,19 +217,19 @@ class EagleHead(nn.Module):
         return logits
 
     def _entered(self, embeddings: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what the first layer takes."""
+        """Return the input of the first layer."""
         raise NotImplementedError
 
     def _left(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the output for what the last layer gives."""
+        """Return the head's states from the output of the last layer."""
         return states
 
 
 class Eagle1Head(EagleHead):
     """EAGLE-1 and 2: `fc` joins embedding and state, and the first layer has no norm before it.
 
-    The output layer is the target's, and without a norm: the output stands for the target's state
-    behind its last norm.
+    The output layer is the target's, without a norm before it: the head's output stands for the
+    target's state after its last norm.
     """
 
     def __init__(self, config: EagleConfig) -> None:
@@ -250,14 +251,14 @@ class Eagle1Head(EagleHead):
 
 
 class Eagle3Head(EagleHead):
-    """EAGLE-3: `fc` makes one state of three; attention reads embedding and state side by side.
+    """EAGLE-3: `fc` joins three states into one; attention reads it joined with the embedding.
 
-    The output layer is the head's own, over a part of the vocabulary: column i stands for token
-    i + d2t[i], and t2d tells which tokens have one.
+    The head has its own output layer, for a part of the vocabulary. Column i stands for token
+    i + d2t[i], and t2d says which tokens have a column.
 
     Attributes:
-        d2t: int64[columns], token minus column; absent where the vocabulary is whole.
-        t2d: bool[vocabulary].
+        d2t: int64[columns], token minus column; absent if each token has a column.
+        t2d: bool[vocabulary], whether each token has a column; absent if d2t is.
     """
 
     d2t: torch.Tensor
@@ -283,13 +284,13 @@ class Eagle3Head(EagleHead):
 
     @property
     def columns(self) -> torch.Tensor | None:
-        """int64[C], the token of each column; `None` where all tokens have one."""
+        """int64[C], the token of each column; `None` if each token has a column."""
         if not self.config.is_cut:
             return None
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def keep(self, tokens: torch.Tensor) -> None:
-        """Make columns stand for tokens, int64[C], rising."""
+        """Let the columns stand for these tokens, int64[C], ascending."""
         self.d2t.copy_(tokens - torch.arange(len(tokens), device=tokens.device))
         self.t2d.zero_()
         self.t2d[tokens] = True
@@ -317,15 +318,15 @@ class Eagle3Head(EagleHead):
 
 
 def eagle_head(config: EagleConfig) -> EagleHead:
-    """Return a head of a shape, with weights that mean nothing yet."""
+    """Return a new, untrained head of the given shape."""
     return Eagle3Head(config) if config.kind is EagleKind.EAGLE3 else Eagle1Head(config)
 
 
 class RMSNorm(nn.RMSNorm):
-    """A norm over the last dimension that computes in the precision of its weights."""
+    """A root mean square norm over the last dimension, computed in the precision of its weights."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x over its root mean square, times the weights."""
+        """Return x divided by its root mean square, times the weights."""
         return functional.rms_norm(
             x.to(self.weight.dtype), self.normalized_shape, self.weight, self.eps
         )
@@ -335,12 +336,12 @@ class DraftAttention(nn.Module):
     """Attention with grouped heads and rotary positions, as in Llama and Qwen 3.
 
     Args:
-        config: of the head.
-        width: of its input.
+        config: shape of the head.
+        width: size of the input.
 
     Attributes:
-        num_key_value_groups: query heads to a key head, by the name that transformers reads.
-        is_causal: likewise: what no mask means.
+        num_key_value_groups: query heads per key head; transformers reads this name.
+        is_causal: whether attention without a mask is causal; transformers reads this name.
     """
 
     def __init__(self, config: EagleConfig, width: int) -> None:
@@ -366,7 +367,7 @@ class DraftAttention(nn.Module):
         mask: torch.Tensor | None,
         cache: KeyValues | None,
     ) -> torch.Tensor:
-        """Return [batch, rows, hidden size]; see `EagleHead.step`."""
+        """Return the attention's output, [batch, rows, hidden size]; see `EagleHead.step`."""
         batch, rows, _ = states.shape
         shape = (batch, rows, -1, self.head_size)
         query = self.q_proj(states).view(shape)
@@ -375,7 +376,7 @@ class DraftAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), *rotation)
-        query, key = query.to(value.dtype), key.to(value.dtype)  # autocast rotates in full
+        query, key = query.to(value.dtype), key.to(value.dtype)  # autocast rotates in float32
         if cache is not None:
             key, value = cache.update(key, value)
         if mask is not None and mask.is_floating_point():
@@ -386,7 +387,7 @@ class DraftAttention(nn.Module):
 
 
 class DraftMLP(nn.Module):
-    """The gated layer behind attention."""
+    """The gated layer after attention."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
@@ -398,17 +399,17 @@ class DraftMLP(nn.Module):
         self.activation = ACT2FN[layer.hidden_act]
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Return [..., hidden size]."""
+        """Return the layer's output, [..., hidden size]."""
         gated = self.activation(self.gate_proj(states)) * self.up_proj(states)
         output: torch.Tensor = self.down_proj(gated)
         return output
 
 
 class DraftLayer(nn.Module):
-    """A layer of a head; the first one differs from a layer of a language model.
+    """A layer of a head; the first layer differs from a layer of a language model.
 
-    In EAGLE-3 it attends over the normalised embedding and state side by side; in EAGLE-1 it has
-    no norm before its attention.
+    In EAGLE-3, the first layer attends over the normalised embedding joined with the normalised
+    state. In EAGLE-1, it has no norm before its attention.
     """
 
     def __init__(self, config: EagleConfig, number: int) -> None:
@@ -430,7 +431,7 @@ class DraftLayer(nn.Module):
         mask: torch.Tensor | None,
         cache: KeyValues | None,
     ) -> torch.Tensor:
-        """Return [batch, rows, hidden size]; see `EagleHead.step`."""
+        """Return the layer's output, [batch, rows, hidden size]; see `EagleHead.step`."""
         inputs, residual = self.prepared(states, embeddings)
         states = residual + self.self_attn(inputs, rotation, mask, cache)
         output: torch.Tensor = states + self.mlp(self.post_attention_layernorm(states))
@@ -439,7 +440,7 @@ class DraftLayer(nn.Module):
     def prepared(
         self, states: torch.Tensor, embeddings: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what attention takes, and what its output is added to."""
+        """Return the input of attention, and the residual that its output is added to."""
         if self.hidden_norm is not None and self.input_layernorm is not None:
             normed = self.hidden_norm(states)
             inputs = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
@@ -452,12 +453,12 @@ class DraftLayer(nn.Module):
 def window_mask(
     positions: torch.Tensor, key_positions: torch.Tensor, window: int | None
 ) -> torch.Tensor:
-    """Return bool[batch, 1, rows, keys]: whether a row sees a key, by positions alone.
+    """Return bool[batch, 1, rows, keys]: whether a row sees a key, judged by positions alone.
 
     Args:
-        positions: int64[batch, rows].
-        key_positions: int64[batch, keys].
-        window: positions that a row looks back over, itself included; `None` for all.
+        positions: int64[batch, rows], positions of the rows.
+        key_positions: int64[batch, keys], positions of the keys.
+        window: number of positions that a row sees, its own included; `None` for all.
     """
     distances = positions[:, None, :, None] - key_positions[:, None, None, :]
     visible = distances >= 0
@@ -465,12 +466,12 @@ def window_mask(
 
 
 def unrolled_mask(length: int, depth: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return bool[1, 1, length, (depth + 1) * length], which keys a row of a depth sees.
+    """Return bool[1, 1, length, (depth + 1) * length], which keys a row at a depth sees.
 
-    In training, all rows of a sequence go on from their own outputs at once: row t of depth 0 is
-    the pair at position t, with the target's state; row t of depth k is the pair at t + k that
-    follows it. It sees the true pairs up to t, row t of each depth before it, and itself, which is
-    what it will see in a draft (EAGLE-3, training-time test).
+    In training, all rows of a sequence continue from their own outputs at once. Row t at depth 0 is
+    the pair at position t, with the target's state. Row t at depth k is the pair at t + k, with the
+    output of row t at the depth before. It sees the pairs at depth 0 up to t, row t at each depth
+    before it, and itself, just as in a draft (EAGLE-3, training-time test).
     """
     causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     own = torch.eye(length, dtype=torch.bool, device=device)

@@ -1,6 +1,6 @@
-"""Reading and writing heads: a folder with `config.json` and safetensors.
+"""Reading and writing heads: folders with `config.json` and safetensors files.
 
-Weights that are pickled are refused: loading them runs whatever code they hold.
+Pickled weights are refused, because loading them can run any code in them.
 """
 
 import json
@@ -42,29 +42,29 @@ _WEIGHTS: Final = "model.safetensors"
 _SHARDS: Final = "model.safetensors.index.json"
 _PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _MOST_NAMED: Final = 4
-"""Tensors that a message names: enough to know a layout by."""
+"""Most tensors that a message names: enough to recognise a layout."""
 
 _REDUNDANT: Final = {"d2t", "t2d", "lm_head.weight"}
-"""Tensors that files hold besides: maps of a whole vocabulary, and the target's own head."""
+"""Tensors that some files hold needlessly: maps of a whole vocabulary, and the target's head."""
 
 _DIGESTED_ROWS: Final = 16
-"""Embeddings of the digest: training a model on moves those that its texts use, and its norms."""
+"""Embeddings in the digest. Fine-tuning changes the norms and the embeddings of used tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadTarget:
-    """What a head's file is compared with.
+    """A model that a head's file is checked against.
 
     Attributes:
-        name: of the model, for messages.
-        architecture: the class of the model, as its configuration names it.
-        hidden_size: of its states.
-        num_layers: of its layers.
-        vocab_size: of its embedding.
-        weights: digest of some of its weights, in bfloat16, so that it is the same in any precision
-            that they are loaded in; another revision of the model has another one.
-        revision: as its hub names it; `None` where it was not loaded from there.
-        vocabulary: of its tokenizer, where that is known.
+        name: name of the model in messages.
+        architecture: class of the model, as its configuration names it.
+        hidden_size: size of the model's states.
+        num_layers: number of layers.
+        vocab_size: number of rows of the embedding.
+        weights: digest of some weights in bfloat16, which makes it the same for weights loaded in
+            any precision. Another revision of the model has another digest.
+        revision: revision on the hub; `None` if the model was not loaded from there.
+        vocabulary: vocabulary of the tokenizer, if known.
     """
 
     name: str
@@ -80,10 +80,10 @@ class HeadTarget:
     def of(
         cls, model: PreTrainedModel, name: str | None = None, vocabulary: Vocabulary | None = None
     ) -> "HeadTarget":
-        """Return what there is to know of a model.
+        """Return the description of a model.
 
         Raises:
-            UnsupportedModelError: its layers cannot be found.
+            UnsupportedModelError: the model's layers cannot be found.
         """
         embedding = model.get_input_embeddings().get_parameter("weight")
         stated = getattr(model.config, "architectures", None) or [type(model).__name__]
@@ -99,7 +99,7 @@ class HeadTarget:
         )
 
     def origin(self, trained_on: tuple[str, ...] = ()) -> HeadOrigin:
-        """Return what a file says of a head that was made for this model."""
+        """Return the origin of a head that was made for this model."""
         return HeadOrigin(
             model=self.name,
             revision=self.revision,
@@ -112,12 +112,12 @@ class HeadTarget:
 
 @dataclass(frozen=True, slots=True)
 class LoadedHead:
-    """A head as its file has it.
+    """A head that was read from a file.
 
     Attributes:
-        name: of the file, for messages.
-        head: with its weights, in the file's precision, on the CPU.
-        origin: what the file says of its making.
+        name: name of the file, for messages.
+        head: the head with its weights, in the file's precision, on the CPU.
+        origin: target and training texts of the head.
     """
 
     name: str
@@ -126,15 +126,15 @@ class LoadedHead:
 
 
 def is_head(folder: Path) -> bool:
-    """Return whether a head was written to a folder."""
+    """Return whether a folder contains a head."""
     return (folder / _CONFIG).is_file()
 
 
 def check_head(path: Path) -> None:
-    """Open a head's files and close them, so that errors in them show before a model loads.
+    """Open and close the files of a head, so that errors show before a model is loaded.
 
     Raises:
-        HeadFileError: one of them cannot be read.
+        HeadFileError: a file cannot be read.
     """
     files = _weight_files(path)
     _read_json(_folder(path) / _CONFIG)
@@ -143,16 +143,16 @@ def check_head(path: Path) -> None:
 
 
 def load_head(path: Path, target: HeadTarget) -> LoadedHead:
-    """Read a head for a model; whether it is one for it is checked before weights are read.
+    """Read a head, and check that it fits the target before its weights are read.
 
     Args:
-        path: a folder, or a `.safetensors` file with `config.json` beside it.
+        path: a folder, or a `.safetensors` file with a `config.json` in the same folder.
         target: the model to draft for.
 
     Raises:
-        HeadFileError: it cannot be read, or is of no layout known here.
-        HeadMismatchError: it was made for another model.
-        VocabularyMismatchError: it was made for another tokenizer.
+        HeadFileError: the head cannot be read, or has an unknown layout.
+        HeadMismatchError: the head was made for another model.
+        VocabularyMismatchError: the head was made for another tokenizer.
     """
     files = _weight_files(path)
     config = _read_json(_folder(path) / _CONFIG)
@@ -176,19 +176,20 @@ def load_head(path: Path, target: HeadTarget) -> LoadedHead:
 
 
 def save_head(folder: Path, head: EagleHead, origin: HeadOrigin, *, num_drafted: int = 5) -> None:
-    """Write a head as others publish theirs; a folder that was not there appears whole.
+    """Write a head in a published layout.
 
-    EAGLE-3 is written in the layout of `speculators`, which vLLM and SGLang read, EAGLE-1 in its
-    authors'. In a folder that is there, each of the two files is replaced in one step.
+    EAGLE-3 is written in the layout of `speculators`, which vLLM and SGLang read. EAGLE-1 is
+    written in its authors' layout. A new folder appears only when it is complete. In an existing
+    folder, each of the two files is replaced atomically.
 
     Args:
-        folder: to be made.
-        head: whose weights are written in their precision.
-        origin: what it was made for.
-        num_drafted: tokens that engines shall draft, unless they are told.
+        folder: folder to write to.
+        head: the head; its weights are written in their own precision.
+        origin: target and training texts of the head.
+        num_drafted: default number of tokens in the chains that engines draft with the head.
 
     Raises:
-        HeadFileError: it cannot be written, or heads of this kind are not.
+        HeadFileError: the folder or this kind of head cannot be written.
     """
     config = published_config(head.config, origin, num_drafted=num_drafted)
     weights = {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()}
@@ -207,10 +208,10 @@ def save_head(folder: Path, head: EagleHead, origin: HeadOrigin, *, num_drafted:
 
 
 def _take_place(hidden: Path, folder: Path) -> None:
-    """Put a folder into the place of another, if there is one; all may read it."""
+    """Move a folder or its files into place, and let all users read them."""
     hidden.chmod(0o755)
     for name in (_WEIGHTS, _CONFIG):
-        (hidden / name).chmod(0o644)  # libraries write weights for their user alone
+        (hidden / name).chmod(0o644)  # libraries let only their own user read weights
     if not folder.exists():
         hidden.replace(folder)
         return
@@ -222,7 +223,7 @@ class _Tensors:
     """The tensors of open safetensors files.
 
     Attributes:
-        shapes: of each, by its name.
+        shapes: shape of each tensor, by name.
     """
 
     def __init__(self, files: list[Any]) -> None:
@@ -232,7 +233,7 @@ class _Tensors:
         }
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor."""
+        """Return the tensor with a name."""
         tensor: torch.Tensor = self._owner[name].get_tensor(name)
         return tensor
 
@@ -249,7 +250,8 @@ def _opened(paths: list[Path]) -> Iterator[_Tensors]:
             yield _Tensors(opened)
     except (SafetensorError, OSError) as error:
         raise HeadFileError(
-            f"{path} is no whole safetensors file ({reason_of(error)}): fetch or train it again"
+            f"{path} is not a complete safetensors file ({reason_of(error)}): fetch or train the "
+            "head again"
         ) from error
 
 
@@ -261,7 +263,7 @@ def _weight_files(path: Path) -> list[Path]:
     """Return the safetensors files of a head.
 
     Raises:
-        HeadFileError: there are none.
+        HeadFileError: there is no such file.
     """
     if path.is_file():
         if path.suffix != ".safetensors":
@@ -269,8 +271,8 @@ def _weight_files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise HeadFileError(
-            f"no such speculator: {path} (a folder with {_CONFIG} and {_WEIGHTS}; one on a hub is "
-            "fetched with `hf download NAME --local-dir FOLDER` first)"
+            f"no such speculator: {path} (it must be a folder with {_CONFIG} and {_WEIGHTS}; "
+            "download it from a hub with `hf download NAME --local-dir FOLDER`)"
         )
     if (path / _SHARDS).is_file():
         return _shards(path)
@@ -285,7 +287,7 @@ def _weight_files(path: Path) -> list[Path]:
 
 def _pickled(path: Path) -> str:
     return (
-        f"{path} is not read, as pickled weights can run code: only safetensors are. Where you "
+        f"{path} is refused: pickled weights can run code, so only safetensors are read. If you "
         'trust it, convert it once: `python -c "import torch; from safetensors.torch import '
         f"save_file; save_file(torch.load('{path.name}', weights_only=True), '{_WEIGHTS}')\"`"
     )
@@ -306,17 +308,17 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise HeadFileError(f"{path} is missing: it says what kind of head it is") from error
+        raise HeadFileError(f"{path} is missing: it describes the head; fetch it again") from error
     except (OSError, ValueError, RecursionError) as error:
         raise HeadFileError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise HeadFileError(f"{path} holds no settings: fetch it again")
+        raise HeadFileError(f"{path} is not a JSON object: fetch it again")
     return content
 
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Put the name of the file before messages from the block."""
+    """Prefix errors from the block with the path of the head."""
     try:
         yield
     except HeadFileError as error:
@@ -327,16 +329,16 @@ def _check_target(path: Path, shape: HeadConfig, origin: HeadOrigin, target: Hea
     """Refuse a head that was made for another model.
 
     Raises:
-        HeadMismatchError: sizes, architecture or weights say so.
-        VocabularyMismatchError: the tokenizer's fingerprint does.
+        HeadMismatchError: sizes, architecture, weights or revision differ.
+        VocabularyMismatchError: the tokenizer's fingerprint differs.
     """
     made_for = origin.model or "another model"
     vocabulary = target.vocabulary
     if vocabulary and origin.fingerprint and origin.fingerprint != vocabulary.fingerprint:
         raise VocabularyMismatchError(
             f"{path} was trained for the tokenizer of {made_for} (fingerprint "
-            f"{origin.fingerprint[:12]}…), and the model's is {vocabulary.describe()}: "
-            "train one for this model"
+            f"{origin.fingerprint[:12]}…), but the model's is {vocabulary.describe()}: "
+            "train a head for this model"
         )
     own_vocabulary = shape.vocab_size if isinstance(shape, MlpConfig) else shape.layer.vocab_size
     reason = _mismatch(
@@ -345,13 +347,13 @@ def _check_target(path: Path, shape: HeadConfig, origin: HeadOrigin, target: Hea
     )
     highest = max(shape.states)
     if reason is None and (highest > target.num_layers or min(shape.states) < -1):
-        reason = f"takes state {highest}, and the model has {target.num_layers} layers"
+        reason = f"reads state {highest}, but the model has {target.num_layers} layers"
     if reason is None and origin.architectures and target.architecture not in origin.architectures:
-        reason = f"drafts for {', '.join(origin.architectures)}, and it is {target.architecture}"
+        reason = f"drafts for {', '.join(origin.architectures)}, not for {target.architecture}"
     if reason is None and origin.weights not in {None, target.weights}:
-        reason = "was trained with other weights than the model's: another revision, or tuned on"
+        reason = "was trained with other weights: for another revision, or before fine-tuning"
     if reason is None and origin.revision and target.revision not in {None, origin.revision}:
-        reason = f"was trained for revision {origin.revision}, and the model's is {target.revision}"
+        reason = f"was trained for revision {origin.revision}, but the model's is {target.revision}"
     if reason is not None:
         raise HeadMismatchError(
             f"{path}, made for {made_for}, does not fit {target.name}: it {reason}. "
@@ -362,12 +364,12 @@ def _check_target(path: Path, shape: HeadConfig, origin: HeadOrigin, target: Hea
 def _mismatch(*compared: tuple[str, int, int]) -> str | None:
     for what, own, targets in compared:
         if own != targets:
-            return f"reads {what} {own}, and the model's is {targets}"
+            return f"reads {what} {own}, but the model's is {targets}"
     return None
 
 
 def _empty(shape: HeadConfig) -> Head:
-    """Return a head whose weights take no memory, but whose constants are there."""
+    """Return a head whose weights take no memory; only its constants are computed."""
     with torch.device("meta"):
         head = MlpHead(shape) if isinstance(shape, MlpConfig) else eagle_head(shape)
     if isinstance(head, EagleHead):
@@ -376,9 +378,10 @@ def _empty(shape: HeadConfig) -> Head:
 
 
 def _sources(head: Head, shapes: Shapes) -> dict[str, str]:
-    """Return the tensor of a file for each of a head's, whether it is there or not.
+    """Return, for each tensor of a head, the name of its tensor in a file, which may lack it.
 
-    Weights that depths share may be stored once; t2d follows from d2t.
+    Weights that depths share may be stored only once. t2d is left out if the file lacks it, because
+    it follows from d2t.
     """
     sources = {name: name for name in head.state_dict()}
     if "t2d" not in shapes:
@@ -391,29 +394,29 @@ def _sources(head: Head, shapes: Shapes) -> dict[str, str]:
 
 
 def _check_layout(path: Path, head: Head, sources: Mapping[str, str], shapes: Shapes) -> None:
-    """Refuse tensors that are missing, of another shape, or not known.
+    """Refuse tensors that are missing, have a wrong shape, or are unknown.
 
     Raises:
-        HeadFileError: they are named.
+        HeadFileError: there are such tensors; the message names them.
     """
     missing = [name for name, source in sources.items() if source not in shapes]
     if missing:
         raise HeadFileError(
-            f"{path} lacks tensors that its configuration asks for: {_named(missing)}"
+            f"{path} lacks tensors that its configuration requires: {_named(missing)}"
         )
     values = head.state_dict()
     for name, source in sources.items():
         expected, found = tuple(values[name].shape), shapes[source]
         if found != expected:
             raise HeadFileError(
-                f"{path}: {name} is {list(found)}, and by config.json it is {list(expected)}: "
-                "the two belong to different heads"
+                f"{path}: {name} is {list(found)}, but config.json requires {list(expected)}: "
+                "the two files belong to different heads"
             )
     unknown = sorted(set(shapes) - set(sources.values()) - _REDUNDANT)
     if unknown:
         raise HeadFileError(
-            f"{path} holds tensors that no head known here has ({_named(unknown)}): "
-            "it is of another layout"
+            f"{path} holds tensors that no known head has ({_named(unknown)}): "
+            "its layout cannot be read"
         )
 
 
@@ -423,25 +426,26 @@ def _named(names: list[str]) -> str:
 
 
 def _check_values(path: Path, weights: Mapping[str, torch.Tensor]) -> None:
-    """Refuse weights that are no numbers.
+    """Refuse weights that are not finite.
 
     Raises:
-        HeadFileError: the first such tensor is named.
+        HeadFileError: a tensor has such weights; the message names the first one.
     """
     for name, value in weights.items():
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
             raise HeadFileError(
-                f"{path}: {name} holds values that are no finite numbers: fetch or train it again"
+                f"{path}: {name} holds values that are not finite: fetch or train the head again"
             )
 
 
 def _with_rising_columns(
     path: Path, weights: dict[str, torch.Tensor], vocab_size: int
 ) -> dict[str, torch.Tensor]:
-    """Return weights whose output columns are in order of their tokens.
+    """Return weights whose output columns are in the order of their tokens.
 
     Raises:
-        HeadFileError: a column stands for no token, or two stand for one.
+        HeadFileError: a column stands for no token, two columns stand for the same token, or d2t
+            and t2d disagree.
     """
     if "d2t" not in weights:
         return weights
@@ -449,8 +453,8 @@ def _with_rising_columns(
     tokens, order = torch.sort(columns + weights["d2t"].long())
     if bool((tokens < 0).any() | (tokens >= vocab_size).any()):
         raise HeadFileError(
-            f"{path}: d2t leads out of the vocabulary of {vocab_size} tokens: "
-            "the file is damaged or another tokenizer's"
+            f"{path}: d2t points outside the vocabulary of {vocab_size} tokens: "
+            "the file is damaged or belongs to another tokenizer"
         )
     if bool((tokens[1:] == tokens[:-1]).any()):
         raise HeadFileError(f"{path}: d2t has two columns for one token: the file is damaged")

@@ -1,4 +1,4 @@
-"""Folders that heads are trained in: found out before it begins, and held while it runs."""
+"""The output folder of training: checked before training starts, locked while it runs."""
 
 import fcntl
 import os
@@ -15,13 +15,13 @@ _LOCK: Final = "lock"
 
 
 def check_writable(output: Path) -> None:
-    """Refuse a folder that a head cannot be written to once it is trained.
+    """Refuse an output folder that the trained head could not be written to.
 
     Args:
-        output: of the head; it need not be there.
+        output: folder for the head; it need not exist.
 
     Raises:
-        HeadFileError: it is a file, or the disk refuses it.
+        HeadFileError: the path is a file, or the folder is not writable.
     """
     if output.exists() and not output.is_dir():
         raise HeadFileError(f"{output} is a file: name a folder for the head")
@@ -31,22 +31,22 @@ def check_writable(output: Path) -> None:
             Path(tempfile.mkdtemp(dir=folder, prefix=f".{output.name}-")).rmdir()
     except OSError as error:
         raise HeadFileError(
-            f"the head could not be written to {output} ({reason_of(error)}): name another folder"
+            f"the head cannot be written to {output} ({reason_of(error)}): name another folder"
         ) from error
 
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Have a folder for one process that trains a head in it during the block.
+    """Lock a folder during the block, so that only one process trains a head in it.
 
-    The lock ends with the process, however that ends. Where the file system has no locks, there is
-    none.
+    The lock ends with the process, even if the process is killed. If the file system has no locks,
+    the folder stays unlocked.
 
     Args:
-        folder: made if it is not there.
+        folder: folder to lock; it is made if it does not exist.
 
     Raises:
-        HeadFileError: another one holds it, or the disk refuses.
+        HeadFileError: another process holds the lock, or the folder is not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -68,6 +68,6 @@ def _acquire(descriptor: int, folder: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise HeadFileError(
-            f"{folder} is in use: another process trains a head there; wait until that ends, or "
-            "name another folder"
+            f"{folder} is in use: another process is training a head there; wait until it ends, "
+            "or name another folder"
         ) from error

@@ -1,7 +1,7 @@
-"""Published layouts of heads: what their configurations mean, and how their tensors are called.
+"""Published layouts of heads: the meaning of their configurations, and the names of their tensors.
 
-Read: EAGLE-1, 2 and 3 as their authors publish them, EAGLE-3 of SpecForge, ModelOpt and
-`speculators`, EAGLE of `speculators` 0.1 to 0.3, and MLP speculators of fms-extras.
+These layouts can be read: EAGLE-1, 2 and 3 as their authors publish them, EAGLE-3 of SpecForge,
+ModelOpt and `speculators`, EAGLE of `speculators` 0.1 to 0.3, and MLP speculators of fms-extras.
 """
 
 import re
@@ -19,17 +19,17 @@ from decoder.plugins.speculators.mlp import MlpConfig
 HeadConfig = EagleConfig | MlpConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""The shape of each tensor of a file, by its name there."""
+"""The shape of each tensor in a file, by name."""
 
 OWN_KEY: Final = "foredraft"
-"""Under which a configuration says what the head was made for; others leave it alone."""
+"""Key of the configuration that holds the head's origin; other programs ignore the key."""
 
-_READ: Final = "EAGLE-1, EAGLE-2, EAGLE-3 and MLP speculators are read"
+_READ: Final = "use an EAGLE-1, EAGLE-2, EAGLE-3 or MLP speculator"
 
 _UNUSED: Final = re.compile(
     r"(rotary_emb\.(inv_freq|original_inv_freq)|^verifier_(norm|lm_head)\.|^ln0\.)"
 )
-"""Tensors that some files hold and no head needs: constants, and copies of the target's."""
+"""Tensors in some files that no head needs: constants, and copies of the target's tensors."""
 
 _RENAMED: Final = (
     (re.compile(r"^(model|speculator|draft_model)\."), ""),
@@ -56,15 +56,15 @@ _REQUIRED: Final = ("hidden_size", "intermediate_size", "num_attention_heads", "
 
 @dataclass(frozen=True, slots=True)
 class HeadOrigin:
-    """What a head was made for and from, as far as its file says.
+    """The target and the training texts of a head, as far as its file names them.
 
     Attributes:
-        model: the target's name.
-        revision: of the target, as its hub names it.
-        architectures: of the target, one of which a model has to be.
-        fingerprint: of the target's tokenizer, see `indexer.tokenizer.Vocabulary`.
-        weights: digest of the target's weights, see `HeadTarget`.
-        trained_on: the texts.
+        model: name of the target.
+        revision: revision of the target on its hub.
+        architectures: possible architectures of the target.
+        fingerprint: fingerprint of the target's tokenizer; see `indexer.tokenizer.Vocabulary`.
+        weights: digest of the target's weights; see `HeadTarget`.
+        trained_on: names of the training texts.
     """
 
     model: str | None = None
@@ -76,7 +76,7 @@ class HeadOrigin:
 
 
 def standard_names(names: Iterable[str]) -> dict[str, str]:
-    """Return the tensors of a file that count, by the names that heads here use."""
+    """Return the names of the tensors that a head needs, by the parameter names in this package."""
     found: dict[str, str] = {}
     for name in names:
         standard = name
@@ -91,12 +91,13 @@ def config_of(config: Mapping[str, Any], shapes: Shapes, num_layers: int) -> Hea
     """Return the shape of a head.
 
     Args:
-        config: what `config.json` holds.
-        shapes: of the tensors, by their standard names.
-        num_layers: of the target; tells which states a head takes that does not say so.
+        config: content of `config.json`.
+        shapes: shapes of the tensors, by their standard names.
+        num_layers: number of layers of the target. It determines the states that the head reads
+            if the configuration does not name them.
 
     Raises:
-        HeadFileError: the layout is not one of those that are read, or contradicts itself.
+        HeadFileError: the layout cannot be read, or contradicts itself.
     """
     stated = config.get("speculators_model_type")
     if stated not in {None, "eagle", "eagle3"}:
@@ -105,14 +106,14 @@ def config_of(config: Mapping[str, Any], shapes: Shapes, num_layers: int) -> Hea
         return _mlp_config(config, shapes)
     if "fc.weight" not in shapes or "layers.0.self_attn.q_proj.weight" not in shapes:
         shown = ", ".join(sorted(shapes)[:4]) or "none"
-        raise HeadFileError(f"the tensors are of no layout known here ({shown}, …): {_READ}")
+        raise HeadFileError(f"the layout of the tensors is unknown ({shown}, …): {_READ}")
     if stated == "eagle3" or "layers.0.hidden_norm.weight" in shapes:
         return _eagle3_config(config, shapes, num_layers)
     return _eagle_config(config, shapes)
 
 
 def origin_of(config: Mapping[str, Any]) -> HeadOrigin:
-    """Return what a configuration says of the head's target and training."""
+    """Return the head's target and training texts from its configuration."""
     own = config.get(OWN_KEY) or {}
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
     return HeadOrigin(
@@ -131,14 +132,14 @@ def _mlp_config(config: Mapping[str, Any], shapes: Shapes) -> MlpConfig:
     inner, target_size = shapes["proj.0.weight"]
     depths = config.get("n_predict")
     if not isinstance(depths, int) or depths < 1:
-        raise HeadFileError(f"n_predict is {depths!r}: it is to be how many tokens are drafted")
+        raise HeadFileError(f"n_predict is {depths!r}: it must be the number of tokens to draft")
     stages = [name for name in shapes if re.fullmatch(r"emb\.\d+\.weight", name)]
     return MlpConfig(
         vocab_size=shapes["emb.0.weight"][0],
         target_size=target_size,
         inner_size=inner,
         num_depths=depths,
-        # Files of tied weights may or may not repeat them; they say so in either case.
+        # Files of tied weights may store them once for each depth or only once.
         tie_weights=bool(config.get("tie_weights")) or len(stages) == 1 < depths,
         scale_input=bool(config.get("scale_input")),
     )
@@ -147,8 +148,8 @@ def _mlp_config(config: Mapping[str, Any], shapes: Shapes) -> MlpConfig:
 def _eagle_config(config: Mapping[str, Any], shapes: Shapes) -> EagleConfig:
     if config.get("layernorms") or config.get("add_para_norm"):
         raise HeadFileError(
-            "EAGLE heads with further norms around the layer cannot be used here: "
-            "publishers apply them in different places"
+            "EAGLE heads with further norms around the layer cannot be used: "
+            "publishers apply these norms in different places"
         )
     layer = _layer_config(config, shapes)
     return EagleConfig(
@@ -164,15 +165,15 @@ def _eagle_config(config: Mapping[str, Any], shapes: Shapes) -> EagleConfig:
 def _eagle3_config(config: Mapping[str, Any], shapes: Shapes, num_layers: int) -> EagleConfig:
     options = {**(config.get("eagle_config") or {}), **config}
     if not options.get("use_aux_hidden_state", True):
-        raise HeadFileError("EAGLE-3 heads without the target's inner states cannot be used here")
+        raise HeadFileError("EAGLE-3 heads without the target's inner states cannot be used")
     layer = _layer_config(config, shapes)
     target_size = config.get("target_hidden_size") or layer.hidden_size
     width = shapes["fc.weight"][1]
     states = _state_numbers(config, options, num_layers)
     if len(states) * target_size != width:
         raise HeadFileError(
-            f"fc takes {width} features, and {len(states)} states of {target_size} are "
-            f"{len(states) * target_size}: the configuration is another head's"
+            f"fc takes {width} features, but {len(states)} states of {target_size} are "
+            f"{len(states) * target_size}: the configuration belongs to another head"
         )
     own_head = shapes.get("lm_head.weight")
     return EagleConfig(
@@ -193,33 +194,33 @@ def _eagle3_config(config: Mapping[str, Any], shapes: Shapes, num_layers: int) -
 def _state_numbers(
     config: Mapping[str, Any], options: Mapping[str, Any], num_layers: int
 ) -> tuple[int, ...]:
-    """Return which states an EAGLE-3 head takes.
+    """Return the numbers of the states that an EAGLE-3 head reads.
 
-    vLLM and `speculators` number a state by the layer that takes it, as `decoder.model.states`
-    does. SpecForge and ModelOpt number it by the layer that gives it, one less, and begin with 1;
-    SGLang tells the two apart by that (sgl-project/sglang#25454).
+    vLLM and `speculators` number a state by the layer whose input it is, as `decoder.model.states`
+    does. SpecForge and ModelOpt number it by the layer whose output it is, which is one less, and
+    their first number is 1. SGLang distinguishes the two by that (sgl-project/sglang#25454).
     """
     stated = options.get("eagle_aux_hidden_state_layer_ids")
     if not stated:
         return (2, num_layers // 2, num_layers - 3)
     if not isinstance(stated, list) or not all(isinstance(each, int) for each in stated):
-        raise HeadFileError(f"eagle_aux_hidden_state_layer_ids are no numbers: {stated!r}")
+        raise HeadFileError(f"eagle_aux_hidden_state_layer_ids is not a list of ids: {stated!r}")
     is_by_giver = "speculators_model_type" not in config and stated[0] == 1
     return tuple(number + 1 if is_by_giver else number for number in stated)
 
 
 def _layer_config(config: Mapping[str, Any], shapes: Shapes) -> PreTrainedConfig:
-    """Return sizes and rotary embedding of the layers.
+    """Return the sizes and the rotary embedding of the layers.
 
-    EAGLE's authors use Llama's layer whatever the target is; others name Qwen 3's, which has norms
-    on queries and keys.
+    EAGLE's authors use the Llama layer for every target. Others also use the Qwen 3 layer, which
+    has norms on queries and keys.
     """
     stated = config.get("transformer_layer_config") or config
     missing = [name for name in _REQUIRED if not isinstance(stated.get(name), int)]
     if missing:
-        raise HeadFileError(f"config.json does not give {', '.join(missing)}")
+        raise HeadFileError(f"config.json lacks {', '.join(missing)}")
     if (stated.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise HeadFileError("heads that rotate a part of each query cannot be used here")
+        raise HeadFileError("heads that rotate only a part of each query cannot be used")
     layers = {name.split(".")[1] for name in shapes if name.startswith("layers.")}
     known = {name: stated[name] for name in (*_SIZES, *_OPTIONAL) if stated.get(name) is not None}
     known["num_hidden_layers"] = len(layers)
@@ -234,13 +235,13 @@ def _layer_config(config: Mapping[str, Any], shapes: Shapes) -> PreTrainedConfig
     try:
         made = LAYER_CONFIGS[kind](**known)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise HeadFileError(f"config.json describes no layer: {error}") from error
+        raise HeadFileError(f"config.json describes no valid layer: {error}") from error
     made.sliding_window = known.get("sliding_window")
     return made
 
 
 def _biased(shapes: Shapes) -> frozenset[str]:
-    """Return which linear layers have a bias, by the last part of their name."""
+    """Return the linear layers that have a bias, by the last part of their names."""
     return frozenset(
         name.split(".")[-2] for name in shapes if name.endswith(".bias") and "norm" not in name
     )
@@ -249,18 +250,20 @@ def _biased(shapes: Shapes) -> frozenset[str]:
 def published_config(
     config: HeadConfig, origin: HeadOrigin, *, num_drafted: int = 5
 ) -> dict[str, Any]:
-    """Return what `config.json` holds: of `speculators` for EAGLE-3, the authors' for EAGLE.
+    """Return the content of `config.json`.
+
+    It has the layout of `speculators` for EAGLE-3, and the authors' layout for EAGLE.
 
     Args:
-        config: the shape of an EAGLE head.
-        origin: what it was made for.
-        num_drafted: tokens that engines shall draft one after another, unless they are told.
+        config: shape of an EAGLE head.
+        origin: target and training texts of the head.
+        num_drafted: default number of tokens in the chains that engines draft with the head.
 
     Raises:
-        HeadFileError: heads of this kind are not written.
+        HeadFileError: this kind of head cannot be written.
     """
     if isinstance(config, MlpConfig):
-        raise HeadFileError("MLP speculators are read, and not written")
+        raise HeadFileError("MLP speculators can be read, but not written")
     own = {field.name: getattr(origin, field.name) for field in fields(origin)}
     if config.kind is EagleKind.EAGLE:
         return {
@@ -302,7 +305,7 @@ def published_config(
 
 
 def _published_layer(config: EagleConfig) -> dict[str, Any]:
-    """Return a layer's settings; the rotary embedding by its older names, which all know."""
+    """Return the settings of a layer, with the rotary embedding's older names, which all know."""
     layer = config.layer
     rope = dict(layer.rope_parameters)
     theta, kind = rope.pop("rope_theta"), rope.get("rope_type", "default")

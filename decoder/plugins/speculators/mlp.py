@@ -1,12 +1,13 @@
 """The arithmetic of MLP speculators (Wertheimer et al., 2024, arXiv:2404.19124).
 
-A small recurrent network over the target's last state and the tokens behind it. Each depth has an
-embedding, a projection, a norm and an output layer, its own or one that all depths share.
-Parameters have the names of the published files: those of fms-extras and of vLLM's
+An MLP speculator is a small recurrent network over the target's last state and the tokens after it.
+Each depth has an embedding, a projection, a norm and an output layer. All depths can also share
+one. Parameters have the names of the published files: those of fms-extras and of vLLM's
 `mlp_speculator`.
 
 The state at position t and the token at t + 1 give the state of depth 1 and the logits of the token
-at t + 2; that state and the token at t + 2 give depth 2; and so on, as deep as it was trained.
+at t + 2. That state and the token at t + 2 give the state of depth 2. This goes on down to the
+trained depth.
 """
 
 import math
@@ -28,11 +29,11 @@ class MlpConfig:
     """The shape of an MLP speculator.
 
     Attributes:
-        vocab_size: the target's.
-        target_size: of the target's last state.
-        inner_size: of its own states.
-        num_depths: how many tokens it drafts one after another.
-        tie_weights: whether all depths share one network, but for the first projection.
+        vocab_size: vocabulary size of the target.
+        target_size: size of the target's last state.
+        inner_size: size of the speculator's own states.
+        num_depths: number of tokens in the longest chain that it drafts.
+        tie_weights: whether all depths share one network, except for the first projection.
         scale_input: whether the target's state is normalised first.
     """
 
@@ -45,7 +46,7 @@ class MlpConfig:
 
     @property
     def states(self) -> tuple[int, ...]:
-        """Numbers of the target's states that make the features: the one behind its last norm."""
+        """Numbers of the target's states that it reads: only the state after the last norm."""
         return (FINAL,)
 
 
@@ -53,10 +54,10 @@ class MlpHead(nn.Module):
     """An MLP speculator.
 
     Args:
-        config: the shape.
+        config: shape of the speculator.
 
     Attributes:
-        config: as given.
+        config: shape of the speculator.
     """
 
     def __init__(self, config: MlpConfig) -> None:
@@ -74,17 +75,17 @@ class MlpHead(nn.Module):
         self.proj = nn.ModuleList([first, *_repeated(proj, depths - 1)])
         self.ln = nn.ModuleList(_repeated(norms, depths))
         self.head = nn.ModuleList(_repeated(head, depths))
-        # So that by the last depth the target's state makes half of what is left.
+        # At the last depth, the target's state and the tokens have equal shares of the variance.
         self._state_weight = 0.5 ** (0.5 / depths)
         self._token_weight = math.sqrt((1 - self._state_weight**2) * inner / 2)
 
     @property
     def hidden_size(self) -> int:
-        """Of its own states."""
+        """Size of the speculator's own states."""
         return self.config.inner_size
 
     def project(self, features: torch.Tensor) -> torch.Tensor:
-        """Return what depth 0 takes, [..., target size], for the target's last states."""
+        """Return the input of depth 0, [..., target size], from the target's last states."""
         if not self.config.scale_input:
             return features
         return functional.rms_norm(features, features.shape[-1:], eps=_EPS) / _ROOT_2
@@ -93,23 +94,23 @@ class MlpHead(nn.Module):
         """Return [..., hidden size], the states one token further.
 
         Args:
-            tokens: int64[...], the tokens behind the states.
-            hidden: [..., target size] as `project` gives it at depth 0, and what this method gave
-                at later ones.
-            depth: from 0.
+            tokens: int64[...], the tokens after the states.
+            hidden: at depth 0, the result of `project`, [..., target size]; at later depths, the
+                result of this method at the depth before.
+            depth: number of the depth, from 0.
         """
         mixed = self.proj[depth](hidden) * self._state_weight
         mixed = mixed + self.emb[depth](tokens) * self._token_weight
         return functional.gelu(self.ln[depth](mixed))
 
     def logits(self, hidden: torch.Tensor, depth: int) -> torch.Tensor:
-        """Return [..., columns], the logits of the tokens behind the states of a depth."""
+        """Return [..., columns], the logits of the tokens after the states of a depth."""
         logits: torch.Tensor = self.head[depth](hidden)
         return logits
 
 
 class ScaledShiftedNorm(nn.Module):
-    """A norm by the root mean square, with a weight and a bias."""
+    """A root mean square norm with a weight and a bias."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -117,10 +118,10 @@ class ScaledShiftedNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [..., size]."""
+        """Return the normalised input, [..., size]."""
         return functional.rms_norm(x, x.shape[-1:], self.weight, _EPS) + self.bias
 
 
 def _repeated(modules: list[Any], count: int) -> list[Any]:
-    """Return a module for each of so many depths: its own, or the one that all share."""
+    """Return one module for each of `count` depths; a single module is shared by all depths."""
     return modules if len(modules) == count else modules * count

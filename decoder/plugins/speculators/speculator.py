@@ -1,8 +1,9 @@
-"""A head as a reader of draft trees: its keys and values, and the true states that it reads.
+"""A head that reads draft trees, with its keys and values and the target's states that it reads.
 
-The keys and values of committed tokens come from the target's own states. Those of a tree come
-from the head's outputs, stand behind them, see their ancestors alone, and are always dropped:
-tokens that come true are read again, with the states that the target has found meanwhile.
+The keys and values of committed tokens come from the target's own states. The keys and values of a
+tree come from the head's outputs and are appended after them. Each node sees only its ancestors in
+the tree. The keys and values of a tree are always dropped: accepted tokens are read again, with the
+states that the target has computed by then.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,43 +37,46 @@ from retriever.sequences import TokenSequence
 from retriever.tree import Source
 
 _MOST_STATES: Final = 4096
-"""True states that are kept until the head is asked, and the most of a prompt that it reads: of
-more, the oldest are forgotten. Three states of 4,096 in half precision take 96 MiB."""
+"""Most of the target's states that are stored until the head reads them; the oldest are dropped
+first. So the head reads at most this many tokens of a prompt. Three states of size 4,096 in half
+precision take 96 MiB."""
 
 _MOST_STATES_ON_CPU: Final = 64
-"""The same where each of them takes time: a prompt of 200 tokens takes as long as six drafts, and a
-head that reads the last 16, 64 or 128 tokens of it drafts as well as one that reads all."""
+"""The same limit on a CPU, where reading a prompt of 200 tokens takes as long as six drafts. A head
+that reads only the last 16, 64 or 128 tokens drafts as well as a head that reads all tokens."""
 
 _PIECE: Final = 512
-"""Rows of a prompt that are read at once: enough to keep a processor busy, and the scores of their
-attention take megabytes."""
+"""Rows of a prompt in one pass of the head: enough to keep a processor busy, while their attention
+scores take only megabytes."""
 
 
 class Speculator:
     """A head that reads draft trees; see `TreeReader`.
 
     Args:
-        head: is moved to the target's device and precision: it belongs to the speculator then.
+        head: the head. The speculator takes it over and moves it to the target's device and
+            precision.
         model: the target.
-        name: in messages.
-        kept: int32[n], the only tokens to draft, for heads whose vocabulary is the target's; those
-            with a vocabulary of their own draft that.
+        name: name in messages.
+        kept: int32[n], the only tokens to draft, for heads with the target's vocabulary. A head
+            with its own vocabulary drafts all tokens of that vocabulary.
 
     Attributes:
-        name: as given.
-        columns: int32[C], rising, the token of each column.
-        max_depth: most tokens after each other that it drafts but one; `None` for no limit.
-        reads_paths: not set: a node needs its parent's output.
+        name: name in messages.
+        columns: int32[C], ascending, the token that each column of its logits stands for.
+        max_depth: nodes deeper than this are not read; `None` for no limit.
+        reads_paths: always false: to read a node, the head needs its parent's output.
         states: numbers of the target's states that it reads.
-        source: what its proposals are labelled with.
-        head: as given.
-        max_length: most tokens of a sequence that it drafts for, `None` for no limit.
-        most_states: of a prompt that it reads, the last ones.
-        most_rows: of a prompt that it reads in one pass.
+        source: label of its proposals.
+        head: the head, after its move.
+        max_length: length of the longest sequence that it drafts for; `None` for no limit.
+        most_states: most tokens of a prompt that it reads, the last ones.
+        most_rows: most tokens of a prompt that it reads in one pass.
 
     Raises:
-        UnsupportedModelError: the head drafts with the target's output layer, and that is not one.
-        VocabularyMismatchError: a kept token lies outside the vocabulary.
+        UnsupportedModelError: the head needs the target's output layer, but the target changes
+            logits after that layer.
+        VocabularyMismatchError: a token in `kept` lies outside the vocabulary.
     """
 
     def __init__(
@@ -105,7 +109,7 @@ class Speculator:
             head.embed_tokens = _embedding_of(head, embedding)
 
     def follow(self, sequence: TokenSequence) -> SequenceReader:
-        """Return the reading of a sequence; see `TreeReader.follow`."""
+        """Return a new reading of a sequence; see `TreeReader.follow`."""
         if isinstance(self.head, MlpHead):
             return MlpReading(self.head, sequence)
         return EagleReading(self, self.head, sequence)
@@ -122,17 +126,17 @@ def load_speculator(
     """Load a head for a target.
 
     Args:
-        path: of the head; see `load_head`.
+        path: path of the head; see `load_head`.
         model: the target.
-        vocabulary: of its tokenizer, where that is known; tokens beyond it are not drafted.
-        name: of the target, for messages.
-        kept: see `Speculator`.
+        vocabulary: vocabulary of the target's tokenizer, if known; no other tokens are drafted.
+        name: name of the target in messages.
+        kept: the only tokens to draft; see `Speculator`.
 
     Raises:
-        HeadFileError: it cannot be read, or is of no layout known here.
-        HeadMismatchError: it was made for another model.
+        HeadFileError: the head cannot be read, or has an unknown layout.
+        HeadMismatchError: the head was made for another model.
         UnsupportedModelError: the target's states or output layer cannot be used.
-        VocabularyMismatchError: it was made for another tokenizer.
+        VocabularyMismatchError: the head was made for another tokenizer.
     """
     loaded = load_head(path, HeadTarget.of(model, name, vocabulary))
     if kept is None and vocabulary is not None:
@@ -141,7 +145,7 @@ def load_speculator(
 
 
 def _columns(head: Head, vocab_size: int, kept: TokenIds | None) -> TokenIds:
-    """Return the tokens that a head drafts."""
+    """Return the tokens that a head can draft."""
     own = head.columns if isinstance(head, Eagle3Head) else None
     if own is not None:
         return own.cpu().numpy().astype(np.int32)
@@ -150,16 +154,16 @@ def _columns(head: Head, vocab_size: int, kept: TokenIds | None) -> TokenIds:
     unique = np.unique(kept).astype(np.int32)
     if len(unique) == 0 or unique[0] < 0 or unique[-1] >= vocab_size:
         raise VocabularyMismatchError(
-            f"the tokens that a speculator keeps must be some of the model's {vocab_size}"
+            f"the tokens to draft must be one or more of the model's {vocab_size}"
         )
     return unique
 
 
 def _output_layer(head: EagleHead, model: PreTrainedModel, columns: TokenIds) -> nn.Linear:
-    """Return the output layer for the tokens to draft: the head's own, or a part of the target's.
+    """Return the output layer for the tokens to draft: the head's, or else rows of the target's.
 
     Raises:
-        UnsupportedModelError: the target changes logits behind its layer.
+        UnsupportedModelError: the target changes logits after its output layer.
     """
     if head.lm_head is not None and isinstance(head, Eagle3Head) and head.config.is_cut:
         return head.lm_head
@@ -167,8 +171,8 @@ def _output_layer(head: EagleHead, model: PreTrainedModel, columns: TokenIds) ->
         return _rows_of(head.lm_head, columns)
     if not has_plain_head(model):
         raise UnsupportedModelError(
-            f"{type(model).__name__} changes logits behind its output layer, which this head "
-            "drafts with: use one with an output layer of its own, as EAGLE-3 has"
+            f"{type(model).__name__} changes logits after its output layer, which this head would "
+            "draft with: use a head with its own output layer, such as EAGLE-3"
         )
     layer: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # not typed there
     return _rows_of(layer, columns)
@@ -183,7 +187,7 @@ def _cut_outputs(head: MlpHead, columns: TokenIds) -> None:
 
 
 def _rows_of(layer: Any, columns: TokenIds) -> nn.Linear:
-    """Return an output layer for some tokens; its weights are shared where they are the first."""
+    """Return an output layer for some tokens; it shares the weights if they are the first rows."""
     size = layer.weight.shape[1]
     made = nn.Linear(size, len(columns), bias=layer.bias is not None, device="meta")
     if columns[-1] == len(columns) - 1:
@@ -197,10 +201,10 @@ def _rows_of(layer: Any, columns: TokenIds) -> nn.Linear:
 
 
 def _embedding_of(head: EagleHead, embedding: torch.Tensor) -> nn.Embedding:
-    """Return the head's own embedding, or the target's where that is the same or the head has none.
+    """Return the head's own embedding; the target's if both are equal or the head has none.
 
-    The weights alone are used: some models scale what their embedding gives, and heads are
-    published for the plain rows.
+    Only the weights are used. Some models scale the output of their embedding, but published heads
+    expect the unscaled rows.
     """
     own = head.embed_tokens
     if own is not None and not torch.equal(own.weight, embedding):
@@ -211,11 +215,11 @@ def _embedding_of(head: EagleHead, embedding: torch.Tensor) -> nn.Embedding:
 
 
 class RotationTable(nn.Module):
-    """Cosines and sines of a rotary embedding, looked up: they are the same in every step.
+    """A table of a rotary embedding's cosines and sines, which are the same in every step.
 
     Args:
-        rotation: of transformers. Kinds that change with the length of the sequence are computed
-            each time.
+        rotation: the rotary embedding of transformers. If it depends on the length of the sequence,
+            it is computed each time.
     """
 
     def __init__(self, rotation: Any) -> None:
@@ -228,7 +232,7 @@ class RotationTable(nn.Module):
     def forward(
         self, states: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines, [1, rows, head size] each, in the precision of states."""
+        """Return cosines and sines, each [1, rows, head size], in the precision of the states."""
         if not self._is_fixed or self._table is None:
             rotation: tuple[torch.Tensor, torch.Tensor] = self._rotation(states, positions)
             return rotation
@@ -237,7 +241,7 @@ class RotationTable(nn.Module):
         return cosines.index_select(1, rows), sines.index_select(1, rows)
 
     def reserve(self, length: int, states: torch.Tensor) -> None:
-        """Make the table long enough for positions below `length`."""
+        """Extend the table to all positions below `length`."""
         if length > self._length and self._is_fixed:
             self._length = max(1 << length.bit_length(), _PIECE)
             positions = torch.arange(self._length, device=states.device)[None]
@@ -248,12 +252,13 @@ class TrueStates:
     """The target's states of a sequence that a head has not read yet.
 
     Args:
-        numbers: of the states, in the order in which they lie side by side.
-        most: states that are kept: the latest ones.
+        numbers: numbers of the states, in the order in which a row concatenates them.
+        most: largest number of positions that are stored, the latest ones.
 
     Attributes:
-        start: position of the first one.
-        end: position behind the last one, whose token has no state yet; 0 before the first pass.
+        start: position of the first stored state.
+        end: position after the last stored state, whose token has no state yet; 0 before the first
+            pass.
     """
 
     def __init__(self, numbers: Sequence[int], most: int = _MOST_STATES) -> None:
@@ -263,19 +268,19 @@ class TrueStates:
         self.start = self.end = 0
 
     def learn(self, verified: Verified, length: int) -> None:
-        """Keep the rows of a pass that are committed.
+        """Store the rows of the committed tokens of a pass.
 
         Args:
             verified: the pass.
-            length: of the sequence before its path is committed.
+            length: length of the sequence before the pass's path is committed.
 
         Raises:
-            ValueError: the target keeps other states than a head reads.
+            ValueError: the target does not record a state that the head reads.
         """
         if missing := set(self._numbers) - verified.states.keys():
             raise ValueError(
-                f"the target keeps no state {min(missing)}, which its drafter reads: "
-                "make it with Target(model, states=states_of(drafter))"
+                f"the target does not record state {min(missing)}, which its drafter reads: "
+                "create it with Target(model, states=states_of(drafter))"
             )
         is_prompt = len(verified.states[self._numbers[0]]) != 1 + len(verified.tree)
         states = [verified.states[number] for number in self._numbers]
@@ -288,24 +293,24 @@ class TrueStates:
         self._bound()
 
     def reach(self, sequence: TokenSequence) -> bool:
-        """Return whether all states of a sequence are known but that of its last token."""
+        """Return whether all states of a sequence are known, except the last token's."""
         return 0 < self.end == len(sequence) - 1
 
     def take(self) -> torch.Tensor:
-        """Return [n, features], the states from `start` to `end`, which count as read."""
+        """Return [n, features], the states from `start` to `end`, and mark them as read."""
         rows = torch.cat(self._rows) if len(self._rows) > 1 else self._rows[0]
         self._rows, self.start = [], self.end
         return rows
 
     def _last(self, states: list[torch.Tensor]) -> torch.Tensor:
-        """Return the last rows of states, side by side."""
+        """Return the last rows of the states, concatenated."""
         return torch.cat([state[-self._most :] for state in states], -1)
 
     def _forget(self, end: int) -> None:
         self._rows, self.start, self.end = [], end, end
 
     def _bound(self) -> None:
-        """Forget the oldest rows beyond the most."""
+        """Drop the oldest rows above the limit."""
         while self.end - self.start - len(self._rows[0]) >= self._most:
             self.start += len(self._rows.pop(0))
         excess = self.end - self.start - self._most
@@ -315,7 +320,7 @@ class TrueStates:
 
 
 def _committed(states: list[torch.Tensor], path: NDArray[np.int64]) -> torch.Tensor:
-    """Return the rows of states that a pass committed to, side by side."""
+    """Return the states of the tokens that a pass committed, concatenated."""
     joined = torch.cat(states, -1)
     rows = torch.from_numpy(np.concatenate([np.zeros(1, np.int64), path + 1]))
     return joined.index_select(0, rows.to(joined.device))
@@ -324,10 +329,10 @@ def _committed(states: list[torch.Tensor], path: NDArray[np.int64]) -> torch.Ten
 class EagleReading:
     """An EAGLE head's reading of one sequence; see `SequenceReader`.
 
-    Row i of the keys and values is the pair of the state at `first + i` and the token behind it.
+    Row i of the keys and values comes from the state at `first + i` and the token after it.
 
     Args:
-        speculator: whose reading it is.
+        speculator: the speculator that reads.
         head: its head.
         sequence: the committed tokens.
     """
@@ -345,7 +350,7 @@ class EagleReading:
         self._forget()
 
     def learn(self, verified: Verified) -> None:
-        """Keep the true states of the pass; see `SequenceReader.learn`."""
+        """Store the target's states of the pass; see `SequenceReader.learn`."""
         self._states.learn(verified, len(self._sequence))
 
     @torch.inference_mode()
@@ -390,12 +395,12 @@ class EagleReading:
         most = self._speculator.max_length
         if most is not None and self._states.end > most:
             raise DrafterUnavailableError(
-                f"it drafts for sequences of at most {most} tokens, and this one has "
+                f"it drafts for sequences of at most {most} tokens, but this one has "
                 f"{len(self._sequence)}"
             )
 
     def _catch_up(self) -> None:
-        """Read the pairs whose states have come, in pieces; begin again behind a gap."""
+        """Read the pairs whose states are new, in pieces; after a gap, start a new cache."""
         states = self._states
         if states.start != self._end:
             self._forget()
@@ -414,12 +419,12 @@ class EagleReading:
         self._rows = TreeRows.of((), self._end)
 
     def _step(self, tokens: list[int], hidden: torch.Tensor, rows: TreeRows) -> torch.Tensor:
-        """Return [n, hidden size], the outputs for n rows behind the keys and values.
+        """Return [n, hidden size], the outputs for n rows after the keys and values.
 
         Args:
-            tokens: of the rows.
-            hidden: [n, hidden size], the states that they are paired with.
-            rows: where they stand and what they see.
+            tokens: tokens of the rows.
+            hidden: [n, hidden size], the states that the tokens are paired with.
+            rows: positions of the rows, and the keys that they see.
         """
         device = hidden.device
         embedding: Any = self._head.embed_tokens
@@ -432,7 +437,7 @@ class EagleReading:
         )[0]
 
     def _mask(self, rows: TreeRows, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Return [1, 1, n, keys], added to the scores; `None` where a row sees all."""
+        """Return a mask, [1, 1, n, keys], to add to the scores; `None` if a single row sees all."""
         if rows.sees_all(self._first, self._window):
             return None
         mask = hidden.new_zeros(rows.num_read, rows.num_keys - self._first)
@@ -441,26 +446,26 @@ class EagleReading:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """Translate a lack of memory in the block, after which all is read again or forgotten.
+        """Translate an out-of-memory error in the block and drop the cache.
 
         Raises:
-            DrafterUnavailableError: there was not enough.
+            DrafterUnavailableError: memory ran out.
         """
         try:
             with within_memory(len(self._sequence)):
                 yield
         except OutOfMemoryError as error:
             self._forget()
-            raise DrafterUnavailableError("memory did not suffice for its draft") from error
+            raise DrafterUnavailableError("it ran out of memory for its draft") from error
 
 
 class MlpReading:
     """An MLP speculator's reading of one sequence; see `SequenceReader`.
 
-    It attends to nothing: the last true state and the tokens behind it are all that it reads.
+    It has no attention. It reads only the target's last state and the tokens after it.
 
     Args:
-        head: of the speculator.
+        head: head of the speculator.
         sequence: the committed tokens.
     """
 
@@ -471,7 +476,7 @@ class MlpReading:
         self._drop_tree()
 
     def learn(self, verified: Verified) -> None:
-        """Keep the last true state of the pass; see `SequenceReader.learn`."""
+        """Store the target's states of the pass; see `SequenceReader.learn`."""
         self._states.learn(verified, len(self._sequence))
 
     @torch.inference_mode()
@@ -489,7 +494,7 @@ class MlpReading:
 
     @torch.inference_mode()
     def read(self, tokens: list[int], parents: list[int]) -> torch.Tensor:
-        """See `SequenceReader.read`; nodes of one depth go through its network together."""
+        """See `SequenceReader.read`; nodes of the same depth share a pass through the network."""
         rows = torch.tensor([parent + 1 for parent in parents])
         depths = np.array([self._depths[parent + 1] + 1 for parent in parents])
         ids = torch.tensor(tokens, device=self._hidden.device)
@@ -506,7 +511,7 @@ class MlpReading:
         self._hidden = torch.cat([self._hidden, hidden])
         self._depths.extend(depths.tolist())
         if logits is None:
-            raise ValueError("there is no node to read")
+            raise ValueError("no nodes to read: pass at least one")
         return logits
 
     def close(self) -> None:

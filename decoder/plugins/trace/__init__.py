@@ -1,4 +1,4 @@
-"""Traces: a line for every pass that `generate` writes, and the command that reads them."""
+"""Traces: `generate` writes one line for every pass, and the command `trace` reads them."""
 
 from indexer.launch import Command
 
@@ -7,5 +7,5 @@ COMMAND = Command(
     "look",
     "decoder.plugins.trace.trace_cli",
     "decoder",
-    "Read what `generate --trace` wrote of every pass.",
+    "Show the passes in a trace of `generate --trace`.",
 )

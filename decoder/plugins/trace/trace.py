@@ -1,4 +1,4 @@
-"""Traces: one line of JSON for every pass of the target, written while decoding goes on."""
+"""Traces: one line of JSON for every pass of the target, written during decoding."""
 
 import gzip
 import json
@@ -31,11 +31,11 @@ class TracedTree:
     """A draft, node by node, most probable first; see `retriever.tree.DraftTree`.
 
     Attributes:
-        tokens: token ids.
-        texts: the same as text.
-        parents: index of each node's parent, -1 for children of the last committed token.
-        probabilities: that the node and all its ancestors are accepted, as the drafter says.
-        sources: the dominant source of each node, by name; see `retriever.tree.Source`.
+        tokens: token id of each node.
+        texts: text of each node's token.
+        parents: index of each node's parent; -1 for children of the last committed token.
+        probabilities: the drafter's estimates that a node and all its ancestors are accepted.
+        sources: name of the dominant source of each node; see `retriever.tree.Source`.
     """
 
     tokens: list[int]
@@ -46,10 +46,10 @@ class TracedTree:
 
     @classmethod
     def parsed(cls, fields: dict[str, Any]) -> Self:
-        """Take over what a line says of its tree.
+        """Return the tree from the fields of a line.
 
         Raises:
-            ValueError, KeyError, TypeError, OverflowError: it is no tree.
+            ValueError, KeyError, TypeError, OverflowError: the fields are not a valid tree.
         """
         tree = cls(
             list(map(int, fields["tokens"])),
@@ -61,7 +61,7 @@ class TracedTree:
         if len({len(values) for values in asdict(tree).values()}) != 1:
             raise ValueError("the columns of its tree differ in length")
         if not all(ROOT <= parent < node for node, parent in enumerate(tree.parents)):
-            raise ValueError("a parent in its tree is no earlier node")
+            raise ValueError("a parent in its tree is not an earlier node")
         return tree
 
 
@@ -71,19 +71,19 @@ class TracedStep:
 
     Attributes:
         prompt: number of the prompt, from 1.
-        step: number of the pass, from 1, which is the prompt's own.
-        tree: what the drafter sent.
-        num_kept: nodes that the budget left: the tree's first ones.
-        path: the nodes that were accepted.
-        tokens: what was committed, accepted nodes first.
-        text: the same as text.
+        step: number of the pass within the prompt; pass 1 reads the prompt.
+        tree: the drafter's tree.
+        num_kept: number of verified nodes; the budget keeps the first nodes of the tree.
+        path: the accepted nodes.
+        tokens: the committed tokens, accepted nodes first.
+        text: text of the committed tokens.
         draft_us: microseconds in the drafter.
         target_us: microseconds in the target.
-        host_us: microseconds in the loop itself.
-        pieces: the text that each committed token adds; empty for one that ends within a character,
-            whose text comes with a later token.
-        evidence: where an index holds the verified nodes, as far as it was asked.
-        prompt_text: what was asked, with the prompt's own pass; else empty.
+        host_us: microseconds in the decoding loop itself.
+        pieces: the text that each committed token adds. It is empty for a token that ends within a
+            character; a later token then adds the character.
+        evidence: where indexes contain the verified nodes, if the writer looked this up.
+        prompt_text: text of the prompt in the pass that reads it; else empty.
     """
 
     prompt: int
@@ -102,12 +102,12 @@ class TracedStep:
 
     @property
     def width(self) -> int:
-        """Tokens in the pass: the last committed one and the nodes that were verified."""
+        """Tokens in the pass: the last committed token and the verified nodes."""
         return 1 + self.num_kept
 
     @property
     def is_prompt(self) -> bool:
-        """Whether this is the pass that read the prompt, which has a cost of its own."""
+        """Whether this is the pass that read the prompt; its cost differs from other passes."""
         return self.step == 1
 
     def accepted_sources(self) -> list[str]:
@@ -116,10 +116,10 @@ class TracedStep:
 
     @classmethod
     def parsed(cls, line: str) -> Self:
-        """Read a line.
+        """Return the step from a line.
 
         Raises:
-            ValueError, KeyError, TypeError, OverflowError: it is not one of a trace.
+            ValueError, KeyError, TypeError, OverflowError: the line is not from a trace.
         """
         fields = _object(json.loads(line), "it")
         tree = TracedTree.parsed(_object(fields["tree"], "its tree"))
@@ -142,31 +142,31 @@ class TracedStep:
         return traced
 
     def _check(self) -> None:
-        """Raise ValueError where the parts of a line do not fit together."""
+        """Raise ValueError if parts of a line contradict one another."""
         num_nodes = len(self.tree.tokens)
         if not all(0 <= node < num_nodes for node in self.path):
-            raise ValueError("its path leaves its tree")
+            raise ValueError("its path contains a node outside its tree")
         if not all(0 <= each.node < num_nodes for each in self.evidence):
-            raise ValueError("it has evidence for a node outside of its tree")
+            raise ValueError("it has evidence for a node outside its tree")
         if not 0 <= self.num_kept <= num_nodes:
             raise ValueError("more nodes were verified than its tree has")
         if len(self.pieces) != len(self.tokens):
-            raise ValueError("it has other pieces of text than tokens")
+            raise ValueError("its pieces of text and its tokens differ in number")
 
 
 class TraceWriter:
-    """Writes passes to a file, compressed with gzip where its name ends in `.gz`.
+    """Writes passes to a file, compressed with gzip if its name ends in `.gz`.
 
     Args:
-        path: where to; a file that is there is replaced.
-        tokenizer: tells the text of tokens.
-        finder: finds the documents of verified nodes, between two passes.
+        path: path of the file; an existing file is replaced.
+        tokenizer: decodes tokens to text.
+        finder: finds documents that contain the verified nodes, between two passes.
 
     Attributes:
-        num_passes: written so far.
+        num_passes: number of passes written so far.
 
     Raises:
-        TraceFileError: the file cannot be written, now or while observing or closing.
+        TraceFileError: the file cannot be written; observers and `close` raise this too.
     """
 
     def __init__(
@@ -201,12 +201,12 @@ class TraceWriter:
             self._file.close()
 
     def observer(self, prompt: int, text: str = "", context: Sequence[int] = ()) -> Observer:
-        """Return what writes the passes of a prompt.
+        """Return an observer that writes the passes of a prompt.
 
         Args:
-            prompt: its number.
-            text: what was asked, to be kept in the trace.
-            context: its tokens, behind which documents are looked for.
+            prompt: number of the prompt.
+            text: text of the prompt, for the trace.
+            context: tokens of the prompt, which the search for documents uses as context.
         """
         last = list(context)[-DocumentFinder.MAX_MATCH :]
         sequence = _TracedSequence(prompt, text, TextStream(self._tokenizer), last)
@@ -254,7 +254,7 @@ class TraceWriter:
         try:
             yield
         except OSError as error:
-            # What a full disk did not take would be tried again when the file is closed.
+            # Data that a full disk refused would be written again when the file is closed.
             with suppress(OSError, AttributeError):
                 self._file.close()
             raise TraceFileError(
@@ -264,14 +264,14 @@ class TraceWriter:
 
 @dataclass(slots=True)
 class _TracedSequence:
-    """One sequence as its passes come.
+    """A sequence whose passes are being written.
 
     Attributes:
-        prompt: number of its prompt.
-        text: what was asked.
-        stream: decodes its tokens.
+        prompt: number of the prompt.
+        text: text of the prompt.
+        stream: decodes the sequence's tokens.
         context: the last tokens before the next pass.
-        num_steps: passes so far.
+        num_steps: number of passes so far.
     """
 
     prompt: int
@@ -281,18 +281,22 @@ class _TracedSequence:
     num_steps: int = 0
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Take in the tokens of a pass, and return its number."""
+        """Add the tokens of a pass, and return the number of the pass."""
         self.context = [*self.context, *tokens][-DocumentFinder.MAX_MATCH :]
         self.num_steps += 1
         return self.num_steps
 
 
 def check_trace(path: Path, what: str = "trace") -> None:
-    """Refuse a place that no trace, or what else is named, can be written to, before it is made.
+    """Refuse a path that a trace could not be written to, before decoding starts.
+
+    Args:
+        path: path of the file.
+        what: name of the kind of file in messages.
 
     Raises:
-        TraceFileError: it is a folder, or in one that is not there or takes no new file, or a file
-            that must not be written.
+        TraceFileError: the path is a folder or a write-protected file, or its folder is missing or
+            not writable.
     """
     if path.is_dir():
         raise TraceFileError(f"cannot write the {what} {path}: it is a folder")
@@ -315,8 +319,8 @@ def read_trace(path: Path) -> Iterator[TracedStep]:
     """Read the passes of a trace, in order.
 
     Raises:
-        CutTraceError: the file ends in the middle of a line; all passes before it were given.
-        TraceFileError: the file cannot be read, or a line is not one of a trace.
+        CutTraceError: the file ends in the middle of a line; all passes before it were yielded.
+        TraceFileError: the file cannot be read, or a line is not from a trace.
     """
     number = 0
     try:
@@ -334,14 +338,14 @@ def read_trace(path: Path) -> Iterator[TracedStep]:
 
 
 def read_as_far(path: Path) -> tuple[list[TracedStep], str]:
-    """Read a trace that may have been cut, as by a full disk or a process that was ended.
+    """Read a trace that may be cut, for example by a full disk or a killed process.
 
     Returns:
-        Its passes, and a sentence that says where it was cut; empty where it is whole.
+        The passes, and a sentence that says where the trace was cut; empty if it is complete.
 
     Raises:
-        TraceFileError: the file cannot be read, a whole line is not one of a trace, or there is
-            no pass in it.
+        TraceFileError: the file cannot be read, a complete line is not from a trace, or the file
+            has no pass.
     """
     steps: list[TracedStep] = []
     note = ""
@@ -350,12 +354,12 @@ def read_as_far(path: Path) -> tuple[list[TracedStep], str]:
     except CutTraceError as error:
         note = str(error)
     if not steps:
-        raise TraceFileError(f"{path} holds no pass: nothing was generated while it was written")
+        raise TraceFileError(f"{path} has no pass: nothing was generated while it was written")
     return steps, note
 
 
 def _parsed_or_cut(line: bytes, path: Path, number: int) -> TracedStep:
-    """Read a line; what is no JSON and has no end, behind whole lines, was cut."""
+    """Read a line; a line after others that is neither JSON nor ended counts as cut."""
     try:
         return _parsed(line.decode(), f"{path}:{number}")
     except (TraceFileError, UnicodeDecodeError) as error:
@@ -369,7 +373,7 @@ def _parsed_or_cut(line: bytes, path: Path, number: int) -> TracedStep:
 
 def _cut(path: Path, number: int) -> CutTraceError:
     return CutTraceError(
-        f"{path} is cut in the middle of line {number}: it goes as far as the lines before"
+        f"{path} is cut in the middle of line {number}: only the lines before it are used"
     )
 
 
@@ -377,11 +381,11 @@ def _parsed(line: str, place: str) -> TracedStep:
     try:
         return TracedStep.parsed(line)
     except KeyError as error:
-        raise TraceFileError(f"{place} is no pass of a trace: it has no {error}") from error
+        raise TraceFileError(f"{place} is not a pass of a trace: it has no {error}") from error
     except json.JSONDecodeError as error:
-        raise TraceFileError(f"{place} is no pass of a trace, nor any JSON") from error
+        raise TraceFileError(f"{place} is not a pass of a trace: it is not JSON") from error
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise TraceFileError(f"{place} is no pass of a trace: {reason_of(error)}") from error
+        raise TraceFileError(f"{place} is not a pass of a trace: {reason_of(error)}") from error
 
 
 def _microseconds(seconds: float) -> float:
@@ -391,13 +395,13 @@ def _microseconds(seconds: float) -> float:
 def _finite(value: Any) -> float:
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"{number} is no number to be shown")
+        raise ValueError(f"{number} is not a finite number")
     return number
 
 
 def _object(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise TypeError(f"{name} is no JSON object")
+        raise TypeError(f"{name} is not a JSON object")
     return value
 
 

@@ -1,6 +1,6 @@
-"""The command `trace`: its options, and what they say.
+"""The command `trace`: its options and their help.
 
-What it does is imported when it does it, so that its help comes at once.
+The work itself is imported only when the command runs, so `--help` answers at once.
 """
 
 from pathlib import Path
@@ -14,31 +14,31 @@ from indexer.flags import AsJson, command_line
 
 def run_trace(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="What `generate --trace` wrote (.gz too).")
+        Path, typer.Argument(metavar="FILE", help="A trace of `generate --trace` (.gz too).")
     ],
     *,
     html: Annotated[
         Path | None,
         typer.Option(
             metavar="PAGE",
-            help="Write a page for a browser instead: the text by source, and each pass's tree.",
+            help="Write an HTML page instead: the text by source, and the tree of each pass.",
             rich_help_panel="Output",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the passes of a trace and what they come to; --json gives the totals alone.
+    """Show the passes of a trace and their totals; --json prints only the totals.
 
-    A trace that was cut in the middle of a line is shown as far as it goes.
+    A trace that was cut in the middle of a line is shown up to that line.
     """
     from decoder.plugins.trace.trace_command import show_trace  # noqa: PLC0415  (loads numba)
 
     show_trace(file, html, as_json=as_json)
 
 
-app = command_line("The command `trace`: its options, and what they say.", {"trace": run_trace})
+app = command_line("The command `trace`: its options and their help.", {"trace": run_trace})
 
 
 def main() -> None:
-    """Run the command line; errors are printed in one line."""
+    """Run the command line and print errors in one line."""
     run(app)

@@ -1,4 +1,4 @@
-"""The command that reads traces."""
+"""The command that shows traces."""
 
 import json
 from collections import Counter
@@ -22,16 +22,17 @@ from decoder.plugins.trace.viewer.trace_page import write_page
 class TraceSummary:
     """Sums over the passes of a trace, and the medians of their times.
 
-    Times and widths leave the prompts' own passes out: those cost what a prompt's length costs.
+    Times and widths leave out the passes that read prompts, because their cost depends on the
+    length of the prompt.
 
     Attributes:
-        num_prompts: prompts that have a pass.
-        num_steps: passes, the prompts' included.
-        num_tokens: tokens committed.
-        num_drafted: nodes that drafters sent.
-        num_verified: nodes that were verified of them.
-        accepted: accepted nodes by source.
-        widths: number of passes by tokens in the pass.
+        num_prompts: number of prompts with a pass.
+        num_steps: number of passes, including those that read prompts.
+        num_tokens: number of committed tokens.
+        num_drafted: number of drafted nodes.
+        num_verified: number of verified nodes.
+        accepted: number of accepted nodes by source.
+        widths: number of passes by the number of tokens in the pass.
         median_us: median microseconds of a pass in the drafter, the target and the loop itself.
     """
 
@@ -46,11 +47,11 @@ class TraceSummary:
 
     @property
     def tokens_per_step(self) -> float:
-        """Mean tokens for each pass."""
+        """Mean number of committed tokens per pass."""
         return self.num_tokens / self.num_steps if self.num_steps else 0.0
 
     def report(self) -> dict[str, Any]:
-        """Return all figures as plain values, sources by count and widths in order."""
+        """Return all figures as plain values: sources by count, widths in ascending order."""
         return {
             **asdict(self),
             "accepted": dict(self.accepted.most_common()),
@@ -60,7 +61,7 @@ class TraceSummary:
 
 
 def summarize(steps: Iterable[TracedStep]) -> TraceSummary:
-    """Add up a trace, which is gone through once."""
+    """Return the sums and medians of a trace, which is read once."""
     summary = TraceSummary()
     times: dict[str, list[float]] = {"draft": [], "target": [], "host": []}
     prompts = set()
@@ -89,7 +90,7 @@ _BAR_CHARACTERS = 40
 
 
 def show_trace(file: Path, html: Path | None, *, as_json: bool) -> None:
-    """Show the passes of a trace and what they come to; see `foredraft trace --help`."""
+    """Show the passes of a trace and their totals; see `foredraft trace --help`."""
     if html is not None:
         check_trace(html, "page")
     steps, note = read_as_far(file)
@@ -149,7 +150,7 @@ def _totals(summary: TraceSummary) -> list[str]:
         f"nodes drafted: {summary.num_drafted}",
         f"nodes verified: {summary.num_verified}",
         f"nodes accepted: {summary.accepted.total()} ({accepted or 'none'})",
-        f"median microseconds of a pass: {medians or 'none but prompts'}",
+        f"median microseconds of a pass: {medians or 'only prompt passes'}",
     ]
     most = max(summary.widths.values(), default=0)
     for width, count in sorted(summary.widths.items()):

@@ -1,4 +1,4 @@
-"""Teaching a head: by the command `train`, and while a model decodes."""
+"""Training a head: with the command `train`, or online while a model decodes."""
 
 from indexer.launch import Command
 
@@ -7,6 +7,6 @@ COMMAND = Command(
     "decode",
     "decoder.plugins.training.train_cli",
     "decoder",
-    "Have a model teach a speculator that drafts for it.",
+    "Train a speculator that drafts for a model.",
     plugins=("decoder.plugins.speculators", "decoder.plugins.contenders"),
 )

@@ -1,9 +1,9 @@
-"""A whole training: texts are recorded, a head is begun, trained, judged and written.
+"""A whole training: it records texts, makes an initial head, then trains, evaluates and writes it.
 
-What takes long is kept in a working folder next to the head, so that the same command goes on after
-an interruption: recorded texts by the batch, training by the tenth of a stage. Once training has
-begun, no more is recorded, unless other options ask for it: then training starts over. One that has
-ended goes on, too, where it is given more minutes.
+Progress is saved in a working folder next to the head, so the same command resumes after an
+interruption. Recording saves every batch, and training saves every tenth of a stage. Once training
+has started, nothing more is recorded. Training with other options records more and starts over. A
+complete training continues if it gets more minutes.
 """
 
 import hashlib
@@ -36,42 +36,43 @@ from decoder.plugins.training.taught_store import Example, TaughtStore
 from decoder.plugins.training.teacher import BATCH, Teacher
 
 LEAST_LESSONS: Final = 16
-"""Different prompts and outputs below which there is nothing to hold out and little to learn."""
+"""Fewest different prompts and outputs: fewer leave none to hold out and little to learn."""
 
 LEAST_TOKENS: Final = 2_000
-"""Recorded tokens below which a head would learn texts by heart."""
+"""Fewest recorded tokens: with fewer, a head would learn the texts by heart."""
 
 _POOL: Final = 512
-"""Prompts that are sorted by length together, so that batches hold similar ones."""
+"""Prompts that are sorted by length together, so that a batch holds prompts of similar length."""
 
 _READ_TOKENS: Final = 8192
-"""Tokens of recorded texts that are read and kept together."""
+"""Most tokens of recorded texts in one batch, padding included."""
 
 _MOST_JUDGING: Final = 48
 _JUDGING_TOKENS: Final = 64
 _AGAIN_TEMPERATURE: Final = 0.8
-"""Of answers to prompts that were answered before: greedily the same would come again."""
+"""Temperature for further answers to a prompt; greedy decoding would repeat the first answer."""
 
 _MOST_ANSWERS: Final = 8
-"""Answers to one prompt: more of them say less and less that is new."""
+"""Most answers to one prompt: each further answer adds less that is new."""
 
 _RECORDING_SHARE: Final = 0.5
 
 _LEAST_TRAINING_SHARE: Final = 0.5
-"""Of what is left behind recording: a short training still trains, and takes longer then."""
+"""Smallest share for training of the time after recording. With few minutes, the whole run takes
+longer than the option says."""
 
 
 @dataclass(frozen=True, slots=True)
 class CourseOutcome:
-    """What a training made.
+    """The result of a training.
 
     Attributes:
-        head: trained, on the CPU.
-        before: how often it predicted held-out tokens before its first step.
-        after: the same at the end.
-        num_taught: recorded tokens of outputs.
-        num_own: those that the target wrote.
-        judging: prompts that were held out.
+        head: the trained head, on the CPU.
+        before: how often the initial head predicted held-out tokens.
+        after: how often the trained head predicts held-out tokens.
+        num_taught: number of recorded tokens in outputs.
+        num_own: number of these tokens that the target wrote.
+        judging: held-out prompts.
     """
 
     head: Eagle3Head
@@ -93,19 +94,19 @@ class CourseOutcome:
 
 
 class Course:
-    """Teaches a head for a target.
+    """Trains a head for a target.
 
     Args:
         language_model: the target.
-        lessons: prompts, and outputs where there are any.
-        output: folder for the head; the working folder has `.training` behind its name.
-        options: how.
-        watcher: is told of the progress.
+        lessons: prompts, with recorded outputs if there are any.
+        output: folder for the head; the working folder has the same name plus `.training`.
+        options: options of the training.
+        watcher: called with the progress.
 
     Raises:
-        TeachingTextError: there are too few lessons.
+        TeachingTextError: there are too few prompts and outputs.
         UnsupportedModelError: no head can be trained for the target.
-        TrainingError: the head could not be written in the end.
+        HeadFileError: the head cannot be written to the folder.
     """
 
     def __init__(
@@ -116,13 +117,13 @@ class Course:
         options: CourseOptions,
         watcher: Watcher,
     ) -> None:
-        # A log may hold one ten thousand times.
+        # A log may contain the same prompt and output ten thousand times.
         lessons = _distinct(lessons, lambda each: (*_asked(each), each.output.tobytes()))
         num_keys = len({lesson.key for lesson in lessons})
         if num_keys < LEAST_LESSONS:
             raise TeachingTextError(
-                f"{num_keys} different prompts and outputs are too few to teach a speculator: give "
-                f"at least {LEAST_LESSONS}, better some thousands"
+                f"{num_keys} different prompts and outputs are too few to train a speculator: give "
+                f"at least {LEAST_LESSONS}, better a few thousand"
             )
         check_writable(output.absolute())
         check_last_layer(language_model)
@@ -139,21 +140,22 @@ class Course:
         )
 
     def run(self, trained_on: Sequence[str]) -> CourseOutcome:
-        """Record, train and judge; write the head.
+        """Record texts, train and evaluate the head, and write it.
 
         Args:
-            trained_on: what the texts are, for the head's file.
+            trained_on: names of the texts, for the head's file.
 
         Raises:
-            TeachingTextError: what was recorded is too little to learn from.
-            TrainingError: the disk refuses, or holds what other options recorded.
-            HeadFileError: the head cannot be written, or is being trained by another process.
+            TeachingTextError: too few tokens were recorded.
+            TrainingError: the working folder cannot be written, or its recordings were made with
+                other options.
+            HeadFileError: the head cannot be written, or another process is training it.
         """
         with folder_lock(self._folder):
             return self._taught_head(trained_on)
 
     def _taught_head(self, trained_on: Sequence[str]) -> CourseOutcome:
-        """Record, train and judge; see `run`."""
+        """Record texts, train and evaluate the head, and write it; see `run`."""
         store, judged = self._recorded()
         begun = time.perf_counter()
         tokens = self._drafted_tokens(store)
@@ -180,23 +182,23 @@ class Course:
 
     @property
     def _recording_seconds(self) -> float:
-        """The most that recording may take; training has all that is left."""
+        """Most seconds that recording may take; training gets the rest."""
         return self._options.minutes * 60 * _RECORDING_SHARE
 
     def _training_seconds(self, store: TaughtStore, elsewhere: float) -> float:
-        """Return the time for all stages, where so many seconds go elsewhere besides recording."""
+        """Return the seconds for all stages; `elsewhere` is time for neither them nor recording."""
         left = self._options.minutes * 60 - min(store.seconds, self._recording_seconds)
         return max(left - elsewhere, left * _LEAST_TRAINING_SHARE)
 
     def _checkpoint(self, store: TaughtStore) -> Checkpoint:
-        """Return the file of a training on what is recorded."""
+        """Return the checkpoint of a training on the recorded texts."""
         options = self._options.model_dump(include=set(CourseOptions.model_fields))
-        minutes = options.pop("minutes")  # more of them are more of the same training
+        minutes = options.pop("minutes")  # more minutes continue the same training
         stamp = {"options": options, "recorded": store.num_shards}
         return Checkpoint(self._folder / "head.safetensors", stamp, minutes)
 
     def _stamp(self) -> dict[str, Any]:
-        """Return what recordings are of."""
+        """Return the stamp that identifies the recordings."""
         return {
             "model": self._target.name,
             "weights": self._target.weights,
@@ -206,7 +208,7 @@ class Course:
         }
 
     def _recorded(self) -> tuple[TaughtStore, TaughtStore]:
-        """Record what is missing; return texts and judges."""
+        """Record missing texts; return the training texts and the held-out texts."""
         stamp = self._stamp()
         store = TaughtStore(self._folder / "taught", stamp)
         judged = TaughtStore(self._folder / "judging", stamp)
@@ -219,13 +221,13 @@ class Course:
             self._record(store, teacher)
         if store.num_tokens < LEAST_TOKENS:
             raise TeachingTextError(
-                f"{store.num_tokens} tokens are too little to teach a speculator: give more texts "
-                f"or time, for {LEAST_TOKENS} at least, better for some hundred thousand"
+                f"{store.num_tokens} tokens are too few to train a speculator: give more texts or "
+                f"time, for at least {LEAST_TOKENS}, better for a few hundred thousand"
             )
         return store, judged
 
     def _judges(self, teacher: Teacher) -> list[Example]:
-        """Have held-out prompts answered, and outputs read whose prompts are not known."""
+        """Let the target answer held-out prompts, and read held-out outputs of unknown prompts."""
         prompts = sorted((each.prompt for each in self._judging if not each.is_own), key=len)
         outputs = [
             replace(each, output=each.output[:_JUDGING_TOKENS])
@@ -236,7 +238,7 @@ class Course:
         return [*answered, *(teacher.read(outputs) if outputs else [])]
 
     def _record(self, store: TaughtStore, teacher: Teacher) -> None:
-        """Record until there is enough, half of the time is over, or all is recorded."""
+        """Record until there are enough tokens, half of the time is over, or no texts are left."""
         options, seconds = self._options, self._recording_seconds
         texts = islice(self._read_batches(teacher), store.num_read, None)
         prompts = islice(self._asked_batches(teacher), store.num_shards - store.num_read, None)
@@ -254,7 +256,7 @@ class Course:
             self._watcher("recording", min(over, 1.0), f"{store.num_tokens:,} tokens")
 
     def _read_batches(self, teacher: Teacher) -> "Iterator[_Batch]":
-        """Yield the reading of recorded outputs, batch by batch, once."""
+        """Yield calls that read the recorded outputs once, one call for each batch."""
         recorded = [each for each in self._taught if len(each.output)]
         for pool in _pools(recorded, self._options.seed):
             batch: list[Lesson] = []
@@ -267,7 +269,7 @@ class Course:
             yield partial(teacher.read, batch)
 
     def _asked_batches(self, teacher: Teacher) -> "Iterator[_Batch]":
-        """Yield the answering of prompts: greedily, and then again at random."""
+        """Yield calls that answer the prompts in batches: first greedily, then by sampling."""
         options, seed = self._options, self._options.seed
         prompts = [each for each in _distinct(self._taught, _asked) if not each.is_own]
         for again in range(_MOST_ANSWERS if prompts else 0):
@@ -280,7 +282,7 @@ class Course:
                     seed += 1
 
     def _drafted_tokens(self, store: TaughtStore) -> torch.Tensor:
-        """Return int64[C], rising, the tokens that were written most often."""
+        """Return int64[C], ascending, the most frequent tokens of outputs."""
         counts = store.token_counts(self._target.vocab_size)
         counts[list(self._language_model.stop_ids)] += 1
         most = min(self._options.draft_vocabulary, self._target.vocab_size)
@@ -288,21 +290,21 @@ class Course:
 
 
 _Batch = Callable[[], list[Example]]
-"""Texts that are read or prompts that are answered together, when it is called."""
+"""A call that reads a batch of texts or answers a batch of prompts."""
 
 
 def _asked(lesson: Lesson) -> tuple[bool, bytes]:
-    """Return what tells a prompt from others, or an output whose prompt is not known."""
+    """Return the identity of a prompt, or of an output whose prompt is unknown."""
     return lesson.is_own, (lesson.output if lesson.is_own else lesson.prompt).tobytes()
 
 
 def _distinct(lessons: Sequence[Lesson], key: Callable[[Lesson], Hashable]) -> list[Lesson]:
-    """Return one lesson for each key, in their order."""
+    """Return one training example for each key, in the order of the keys."""
     return list({key(each): each for each in lessons}.values())
 
 
 def _pools(lessons: Sequence[Lesson], seed: int) -> Iterator[list[Lesson]]:
-    """Yield lessons in random order, a few hundred at a time."""
+    """Yield training examples in random order, a few hundred at a time."""
     order = np.random.default_rng(seed).permutation(len(lessons))
     for start in range(0, len(order), _POOL):
         yield [lessons[place] for place in order[start : start + _POOL]]

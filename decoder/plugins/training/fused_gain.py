@@ -1,7 +1,8 @@
-"""What a head adds to a fused draft: the same prompts decoded with it and without, at equal nodes.
+"""The gain of a head in fused drafts: the same prompts are decoded with the head and without it.
 
-Both are the contenders of a benchmark, `foredraft` and `foredraft-tables`, at a fixed number of
-nodes: so a head drafts at every pass, whether that pays or not, and what it costs is told apart.
+Both runs are contenders of the benchmark, `foredraft` and `foredraft-tables`, with the same fixed
+number of nodes. So the head drafts at every pass, even if that does not pay off. Its cost is
+reported separately.
 """
 
 import time
@@ -19,30 +20,30 @@ from decoder.plugins.contenders.standings import Comparison, Interval, standings
 from retriever.drafter import TokenIds
 
 NODES: Final = (5, 16, 32, 64)
-"""At which a head is judged: from what pays on a CPU to the most that a draft holds."""
+"""Numbers of nodes in the comparison: from the number that pays off on a CPU to a draft's most."""
 
 MAX_PROMPTS: Final = 8
 MAX_NEW_TOKENS: Final = 48
-"""So many prompts of so many tokens take a small model and two cores a minute or two."""
+"""Tokens per prompt: a small model on two cores then takes a minute or two for all prompts."""
 
 _MOST_SECONDS: Final = 30.0
-"""At one number of nodes: large models decode fewer prompts."""
+"""Longest time at one number of nodes; large models decode fewer prompts in it."""
 
 _NAMES: Final = (TABLES, FOREDRAFT)
 
 
 @dataclass(frozen=True, slots=True)
 class FusedGain:
-    """What a head adds at one number of nodes.
+    """The gain of a head at one number of nodes.
 
     Attributes:
-        nodes: most nodes of each draft.
-        num_prompts: that were decoded.
-        without: tokens of a pass after the prompt's without the head, with an interval.
-        with_head: the same with it.
-        ratio: of the two, paired by prompt, with an interval.
-        draft_ms: median time of a draft with the head.
-        pass_ms: median time of a pass of the target over such a draft.
+        nodes: largest number of nodes in a draft.
+        num_prompts: number of decoded prompts.
+        without: tokens per pass without the head, with an interval; prompt passes do not count.
+        with_head: tokens per pass with the head, with an interval.
+        ratio: ratio of the two, paired by prompt, with an interval.
+        draft_ms: median milliseconds of a draft with the head.
+        pass_ms: median milliseconds of a target pass that verifies such a draft.
     """
 
     nodes: int
@@ -55,7 +56,7 @@ class FusedGain:
 
     @property
     def draft_share(self) -> float:
-        """The time of a draft as a share of that of a pass."""
+        """The time of a draft divided by the time of a pass."""
         return self.draft_ms / self.pass_ms if self.pass_ms else 0.0
 
     def report(self) -> dict[str, Any]:
@@ -73,28 +74,29 @@ class FusedGain:
 
 
 Told = Callable[[int, float, str], object]
-"""Is told at how many nodes is decoded, how much of that is over, from 0 to 1, and a few words."""
+"""Called with the number of nodes, the finished share of its run, from 0 to 1, and a short text."""
 
 
 def fused_gains(
     language_model: LanguageModel, drafts: DraftOptions, prompts: Sequence[TokenIds], told: Told
 ) -> list[FusedGain]:
-    """Decode prompts greedily with a head and without, at each number of nodes.
+    """Decode prompts greedily with a head and without it, at each number of nodes.
 
-    Each number begins with drafters that have seen nothing; they remember their answers to earlier
-    prompts, as in use. What takes longer than half a minute goes on with fewer prompts.
+    At each number of nodes, the drafters start without any text. As in normal use, they then
+    remember their outputs for earlier prompts. After half a minute, the remaining prompts are left
+    out.
 
     Args:
         language_model: the target.
-        drafts: where drafts come from, the head among it.
-        prompts: int32[n] each, at least one.
-        told: is told of the progress.
+        drafts: sources of drafts, including the head.
+        prompts: int32[n] each, at least one prompt.
+        told: called with the progress.
 
     Raises:
         HeadFileError: the head cannot be read.
-        HeadMismatchError: it was made for another model.
+        HeadMismatchError: the head was made for another model.
         IndexerError: an index cannot be opened or was built for another tokenizer.
-        UnsupportedModelError: the model cannot be decoded here.
+        UnsupportedModelError: the model cannot be decoded with drafts.
     """
     contest = Contest(language_model, _NAMES, drafts, MAX_NEW_TOKENS)
     gains = []
@@ -130,7 +132,7 @@ def _gain(nodes: int, lineup: Lineup, prompts: Sequence[TokenIds], told: Told) -
 
 
 def _decoded(way: OwnContender, prompt: TokenIds, times: list[Times]) -> Run:
-    """Decode a prompt, and note the times of all passes that verify a draft."""
+    """Decode a prompt, and append the times of all passes that verify a draft."""
 
     def observe(seen: ObservedPass) -> None:
         if len(seen.tree):

@@ -1,12 +1,14 @@
-"""A head to begin training with, made of the target's own layer and of least squares.
+"""The initial head of a training, made from the target's last layer and least squares.
 
-An EAGLE-3 head that starts from random weights needs millions of texts. This one drafts before its
-first step: it is a copy of the target's last layer whose inputs are fitted to recorded states.
+An EAGLE-3 head that starts from random weights needs millions of texts. This head can draft before
+its first training step: it is a copy of the target's last layer, with inputs fitted to recorded
+states.
 
-The layer of EAGLE-3 adds its output to the state alone: the embedding of the next token reaches it
-through attention. So besides the copied heads of attention there are as many that look at their own
-position only: their queries and keys are one constant vector, whose rotations agree at distance
-zero and nowhere else, and their values carry what the target's layer would have been given.
+The EAGLE-3 layer adds its output to the state alone. The embedding of the next token reaches the
+layer only through attention. So the head has twice as many attention heads as the target's layer.
+Half of them are copies. The others look only at their own position: their queries and keys are one
+constant vector, whose rotations agree only at distance zero. Their values carry the difference
+between the input of the target's layer and the head's state.
 """
 
 from dataclasses import dataclass
@@ -24,47 +26,48 @@ from decoder.plugins.speculators.eagle import Eagle3Head, EagleConfig, EagleKind
 from decoder.plugins.training.taught_store import TaughtStore
 
 NUM_PLACES: Final = 40_000
-"""Places that least squares are fitted to: some twenty for each unknown of a row."""
+"""Positions that least squares are fitted to: about twenty for each unknown of a row."""
 
 _RIDGE: Final = 1e-2
-"""Of the mean square of an input, added to the diagonal."""
+"""Share of the inputs' mean square that ridge regression adds to the diagonal."""
 
 _FIRST: Final = 4
-"""Places of a text that are left out: the first tokens of any text have states a hundred times as
-long as others, which would be all that is fitted."""
+"""Positions at the start of a text that are left out. Their states are a hundred times as long as
+others, so the fit would follow them alone."""
 
 _SELF_SCORE: Final = 100.0
-"""Score of a position with itself in the heads that look nowhere else. The highest frequencies
-share it, so that the next position's is 9 less or more and they hardly ever agree again: with heads
-of 64 or 128 numbers, over 0.999 of the attention stays at distance zero among 8,192 positions. With
-three frequencies and a score of 30 it would be half among 512."""
+"""Attention score of a position with itself in the attention heads that look only at their own
+position. The highest frequencies share the score, so the score of the next position is at least 9
+lower, and the frequencies hardly ever agree again. With heads of 64 or 128 numbers, over 0.999 of
+the attention stays at distance zero among 8,192 positions. With three frequencies and a score of
+30, it would be half among 512 positions."""
 
 _SELF_FREQUENCIES: Final = 8
 
 
 def trained_states(num_layers: int) -> tuple[int, int, int]:
-    """Return the states that a head is trained on.
+    """Return the numbers of the states that a trained head reads.
 
-    The third is what the last layer is given, where EAGLE-3 takes what is two layers lower: the
-    state that the layer copied here begins with is worth more to it.
+    The third is the input of the last layer, while EAGLE-3 reads a state two layers lower. The
+    copied layer drafts better from the state that it had as its input.
     """
     return min(2, num_layers - 1), num_layers // 2, num_layers - 1
 
 
 def recorded_states(num_layers: int) -> tuple[int, ...]:
-    """Return the states to record: those that the head takes, and what the last layer gives."""
+    """Return the states to record: those that the head reads, and the output of the last layer."""
     return *trained_states(num_layers), num_layers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Places:
-    """What was recorded at places t of texts, as float32.
+    """Recorded float32 values at positions t of texts.
 
     Attributes:
-        features: [N, F], the states that the head takes, at t.
-        embeddings: [N, d], of the tokens at t + 1.
-        last: [N, d], what the target's last layer gave at t.
-        entering: [N, d], what it was given at t + 1.
+        features: [N, F], the states at t that the head reads.
+        embeddings: [N, d], the embeddings of the tokens at t + 1.
+        last: [N, d], the output of the target's last layer at t.
+        entering: [N, d], the input of the target's last layer at t + 1.
     """
 
     features: torch.Tensor
@@ -74,11 +77,11 @@ class Places:
 
 
 def layer_config(language_model: LanguageModel, more: int = 1) -> LlamaConfig:
-    """Return the shape of the target's own layer as Llama's, with biases in its attention.
+    """Return the shape of a Llama layer like the target's own, with biases in its attention.
 
     Args:
         language_model: the target.
-        more: so many times its heads of attention.
+        more: factor for the number of attention heads.
     """
     config = language_model.model.config.get_text_config(decoder=True)
     return LlamaConfig(
@@ -98,10 +101,10 @@ def layer_config(language_model: LanguageModel, more: int = 1) -> LlamaConfig:
 
 
 def head_config(language_model: LanguageModel, num_columns: int) -> EagleConfig:
-    """Return the shape of a head for a target: its own layer, with twice the heads of attention.
+    """Return the shape of a head for a target: the target's layer with twice the attention heads.
 
     Raises:
-        UnsupportedModelError: the target's layers are of a kind that no head is made of.
+        UnsupportedModelError: no head can be made from the target's kind of layers.
     """
     last_layer(language_model)
     layer = layer_config(language_model, more=2)
@@ -119,7 +122,7 @@ def last_layer(language_model: LanguageModel) -> Any:
     """Return the target's last layer.
 
     Raises:
-        UnsupportedModelError: it is not of the kind that Llama has, which heads are made of.
+        UnsupportedModelError: it is not a Llama layer, and heads can only be made from those.
     """
     base: Any = language_model.model.base_model
     layer = base.layers[num_states(language_model.model) - 1]
@@ -133,10 +136,10 @@ def last_layer(language_model: LanguageModel) -> Any:
 
 
 def other_kind(language_model: LanguageModel, difference: str) -> UnsupportedModelError:
-    """Return the error of a target that no head can be trained for."""
+    """Return the error for a target that no head can be trained for."""
     return UnsupportedModelError(
-        f"{language_model.name} has layers of another kind than Llama's ({difference}): no head "
-        "can be trained for it here, but a published one can be used (--speculator)"
+        f"{language_model.name} has other layers than Llama ({difference}), so no head can be "
+        "trained for it: use a published head with --speculator"
     )
 
 
@@ -161,16 +164,16 @@ def _part(layer: nn.Module, name: str) -> Any:
 def started_head(
     language_model: LanguageModel, store: TaughtStore, tokens: torch.Tensor
 ) -> Eagle3Head:
-    """Return a head that drafts already, in float32.
+    """Return an initial float32 head that can draft already.
 
     Args:
         language_model: the target.
-        store: texts with its `recorded_states`.
-        tokens: int64[C], rising, those that it may draft.
+        store: texts with the target's `recorded_states`.
+        tokens: int64[C], ascending, the tokens that the head may draft.
 
     Raises:
         TeachingTextError: the texts are too short.
-        UnsupportedModelError: see `head_config`.
+        UnsupportedModelError: no head can be made from the target's kind of layers.
     """
     head = eagle_head(head_config(language_model, len(tokens)))
     if not isinstance(head, Eagle3Head) or head.lm_head is None:
@@ -192,7 +195,7 @@ def started_head(
 def _copy_outputs(
     head: Eagle3Head, language_model: LanguageModel, layer: Any, tokens: torch.Tensor
 ) -> None:
-    """Take over what comes behind attention: the layer's second half, the norm and the head."""
+    """Copy all parts after attention: the layer's second half, the norm and the output layer."""
     base: Any = language_model.model.base_model
     output: Any = language_model.model.get_output_embeddings()  # type: ignore[no-untyped-call]  # not typed there
     own: Any = head.layers[0]
@@ -206,13 +209,13 @@ def _copy_outputs(
 
 
 def _set_attention(own: Any, layer: Any, inputs: torch.Tensor, entering: torch.Tensor) -> None:
-    """Let the first half of the heads do as the target's.
+    """Make the first half of the attention heads imitate the target's.
 
     Args:
-        own: the head's attention, changed.
-        layer: the target's last.
-        inputs: [N, 2 d], what the head's attention takes at each place.
-        entering: [N, d], what the target's layer was given there.
+        own: the head's attention, which is changed.
+        layer: the target's last layer.
+        inputs: [N, 2 d], the input of the head's attention at each position.
+        entering: [N, d], the input of the target's layer there.
     """
     copied = layer.self_attn
     normed = layer.input_layernorm(entering.to(layer.input_layernorm.weight.dtype)).float()
@@ -229,13 +232,15 @@ def _set_attention(own: Any, layer: Any, inputs: torch.Tensor, entering: torch.T
 
 
 def _set_own_position(own: Any, copied: Any, inputs: torch.Tensor, missing: torch.Tensor) -> None:
-    """Let the values of the further heads carry what the residual lacks, in as many directions.
+    """Make the second half of the attention heads add what the residual lacks.
+
+    Their values have as many directions as the target's, so they can add a matrix of that rank.
 
     Args:
-        own: the head's attention, changed.
-        copied: the target's.
-        inputs: [N, 2 d].
-        missing: [N, d], what the target's layer was given beyond the head's state.
+        own: the head's attention, which is changed.
+        copied: the target's attention.
+        inputs: [N, 2 d], the input of the head's attention at each position.
+        missing: [N, d], the input of the target's layer minus the head's state.
     """
     rank, width = copied.v_proj.weight.shape[0], copied.o_proj.weight.shape[1]
     down, up = _low_rank(_fitted(inputs, missing), inputs, rank)
@@ -250,7 +255,7 @@ def _set_own_position(own: Any, copied: Any, inputs: torch.Tensor, missing: torc
 
 
 def _constant(head_size: int) -> torch.Tensor:
-    """Return the query and key that have `_SELF_SCORE` at distance zero and less elsewhere."""
+    """Return the vector, both query and key, that scores `_SELF_SCORE` only at distance zero."""
     vector = torch.zeros(head_size)
     shared = min(_SELF_FREQUENCIES, head_size // 2)  # a frequency turns two numbers
     vector[:shared] = (_SELF_SCORE * head_size**0.5 / shared) ** 0.5
@@ -258,7 +263,7 @@ def _constant(head_size: int) -> torch.Tensor:
 
 
 def _fitted(inputs: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
-    """Return [d_out, d_in], the matrix that makes outputs [N, d_out] of inputs, by ridge."""
+    """Return [d_out, d_in], the matrix from inputs to outputs [N, d_out], by ridge regression."""
     products = (inputs.T @ inputs).double()
     least = products.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny)
     products += _RIDGE * least * torch.eye(len(products)).double()
@@ -269,8 +274,8 @@ def _fitted(inputs: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
 def _low_rank(
     matrix: torch.Tensor, inputs: torch.Tensor, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return [rank, d_in] and [d_out, rank], whose product does most of a matrix on inputs."""
-    # Inputs may lie in a few directions only, as those of a text that repeats itself.
+    """Return [rank, d_in] and [d_out, rank], whose product approximates a matrix on the inputs."""
+    # Inputs may span only a few directions, for example if a text repeats itself.
     values, vectors = torch.linalg.eigh((inputs.T @ inputs).double() / len(inputs))
     least = (1e-6 * values.mean()).clamp(min=torch.finfo(torch.float32).tiny)
     lengths = values.clamp(min=least).sqrt()
@@ -282,10 +287,10 @@ def _low_rank(
 
 
 def _places(language_model: LanguageModel, store: TaughtStore, states: tuple[int, ...]) -> Places:
-    """Return places of texts from all over what was recorded.
+    """Return positions of texts from all parts of the recording.
 
     Raises:
-        TeachingTextError: all texts are too short to have any.
+        TeachingTextError: all texts are too short.
     """
     size = int(language_model.model.config.get_text_config(decoder=True).hidden_size)
     embed: Any = language_model.model.get_input_embeddings()
@@ -304,7 +309,7 @@ def _places(language_model: LanguageModel, store: TaughtStore, states: tuple[int
         entering.append(known[1:, width - size : width])
     if not features:
         raise TeachingTextError(
-            f"all texts are shorter than {_FIRST + 3} tokens: that is too little to teach a "
+            f"all texts are shorter than {_FIRST + 3} tokens: add longer texts to train a "
             "speculator"
         )
     return Places(*(torch.cat(each) for each in (features, embeddings, last, entering)))

@@ -1,8 +1,8 @@
-"""Training a head on recorded states: first on true states, then on its own outputs.
+"""Training a head on recorded states: first on the target's states, then on the head's own outputs.
 
-The loss is the cross-entropy against the target's own distribution over the tokens that the head
-may draft. Unrolled, each place goes on from the head's own output for a few tokens, as it does in a
-draft (EAGLE-3's training-time test, arXiv:2503.01840; the same in HASS, arXiv:2408.15766).
+The loss is the cross-entropy against the target's distribution over the tokens that the head may
+draft. In the second stage, each position continues from the head's own output for a few tokens, as
+in a draft (EAGLE-3's training-time test, arXiv:2503.01840; the same in HASS, arXiv:2408.15766).
 """
 
 import math
@@ -22,26 +22,26 @@ from decoder.plugins.speculators.eagle import Eagle3Head, JoinedKeyValues, unrol
 from decoder.plugins.training.taught_store import Example
 
 BATCH_TOKENS: Final = 4096
-"""Tokens of a step of training, padding included."""
+"""Most tokens in a batch, padding included; each training step takes one batch."""
 
 _BETAS: Final = (0.9, 0.95)
 _WEIGHT_DECAY: Final = 0.01
 _LARGEST_GRADIENT: Final = 1.0
 _BUCKET: Final = 512
-"""Texts that are sorted by length together, so that little of a batch is padding."""
+"""Texts that are sorted by length together, which keeps the padding of a batch small."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of the training.
+    """A stage of the training.
 
     Attributes:
-        name: for people.
-        depths: tokens that each place goes on for; 1 trains on true states alone.
-        rate: highest rate of learning; it rises for a few steps and then falls as a cosine.
-        noise: of the features, uniform, in their standard deviations.
-        share: of the time for training.
-        warm_up: steps in which the rate rises.
+        name: name in messages.
+        depths: number of tokens that each position predicts; 1 trains only on the target's states.
+        rate: highest learning rate; the rate rises for a few steps and then falls as a cosine.
+        noise: largest uniform noise on the features, in standard deviations of the features.
+        share: share of the training time.
+        warm_up: number of steps in which the learning rate rises.
     """
 
     name: str
@@ -58,18 +58,18 @@ STAGES: Final = (
 )
 
 _DEPTH_DECAY: Final = 0.8
-"""Weight of each further token in the loss, as in EAGLE-3."""
+"""Factor for the loss of each further token, as in EAGLE-3."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LessonBatch:
-    """Texts side by side; row t stands for the state at t and the token at t + 1.
+    """A batch of texts; row t stands for the state at t and the token at t + 1.
 
     Attributes:
-        tokens: int64[batch, rows + 1].
-        features: float32[batch, rows, F], what the head takes.
-        last: float32[batch, rows, d], what the target's last layer gave.
-        counts: bool[batch, rows], whether the token at t + 1 is of an output.
+        tokens: int64[batch, rows + 1], the tokens.
+        features: float32[batch, rows, F], the states that the head reads.
+        last: float32[batch, rows, d], the last recorded state, from the target's last layer.
+        counts: bool[batch, rows], whether the token at t + 1 belongs to an output.
     """
 
     tokens: torch.Tensor
@@ -84,21 +84,21 @@ class Examples(Protocol):
     def __len__(self) -> int: ...
 
     def lengths(self) -> NDArray[np.int64]:
-        """Return int64[texts], the tokens of each."""
+        """Return int64[texts], the number of tokens in each text."""
         ...
 
     def __getitem__(self, number: int, /) -> Example: ...
 
 
 class Teaching:
-    """What training needs of a target: its embedding, and its output layer for drafted tokens.
+    """The parts of a target that training needs: its embedding and rows of its output layer.
 
     Args:
-        embed: gives [..., d] for int64[...], tokens.
-        rows: [C, d], of the output layer, for the tokens that are drafted.
-        bias: [C], of that layer, if it has one.
-        norm: between the last of the recorded states and the output layer, if that is not recorded
-            behind it.
+        embed: returns embeddings [..., d] for tokens int64[...].
+        rows: [C, d], the rows of the output layer for the tokens that the head may draft.
+        bias: [C], the bias of these rows, if the output layer has one.
+        norm: the norm before the output layer; leave it out if the last recorded state is already
+            normalised.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class Teaching:
 
     @classmethod
     def of(cls, language_model: LanguageModel, tokens: torch.Tensor) -> Self:
-        """Return those of a target whose last layer's states are recorded.
+        """Return the parts of a target whose last recorded state is the output of its last layer.
 
         Args:
             language_model: the target.
-            tokens: int64[C], those that are drafted.
+            tokens: int64[C], the tokens that the head may draft.
         """
         model: Any = language_model.model
         output = model.get_output_embeddings()
@@ -128,18 +128,18 @@ class Teaching:
 
     @property
     def device(self) -> torch.device:
-        """Where the target is."""
+        """Device of the target."""
         return self._rows.device
 
     @torch.no_grad()
     def embeddings(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return float32[..., d]."""
+        """Return float32[..., d], the embeddings of tokens."""
         embedded: torch.Tensor = self._embed(tokens)
         return embedded.float()
 
     @torch.no_grad()
     def logits(self, last: torch.Tensor) -> torch.Tensor:
-        """Return [..., C], the target's logits for the last of its recorded states."""
+        """Return [..., C], the target's logits from its last recorded state."""
         return functional.linear(self._norm(last), self._rows, self._bias)
 
 
@@ -147,10 +147,10 @@ class HeadTrainer:
     """Trains a head; every step is one batch.
 
     Args:
-        head: in float32, changed.
-        teaching: the target.
+        head: head in float32; training changes it.
+        teaching: parts of the target.
         store: recorded texts.
-        seed: of the order of texts and of the noise.
+        seed: seed for the order of texts and for the noise.
     """
 
     def __init__(
@@ -170,14 +170,14 @@ class HeadTrainer:
         on_step: Callable[[float, float], bool],
         begun: float = 0.0,
     ) -> None:
-        """Train for a stage, or for what is left of it.
+        """Train for a stage, or for the rest of it.
 
         Args:
-            stage: what to train on.
-            seconds: that the whole stage takes.
-            on_step: is told after each step how much of the stage is over, from 0 to 1, and the
-                loss; training ends where it returns false.
-            begun: how much of the stage was over before, from 0 to 1.
+            stage: the stage.
+            seconds: duration of the whole stage.
+            on_step: called after each step with the finished part of the stage, from 0 to 1, and
+                the loss; training ends if it returns false.
+            begun: part of the stage that was already finished, from 0 to 1.
         """
         self.head.train()
         weights = [each for each in self.head.parameters() if each.requires_grad]
@@ -213,7 +213,7 @@ class HeadTrainer:
                     yield batch
 
     def _loss(self, batch: LessonBatch, stage: Stage) -> torch.Tensor:
-        """Return float32[], the cross-entropy over all depths of a stage."""
+        """Return float32[], the weighted sum of the cross-entropies at all depths of a stage."""
         features = batch.features
         if stage.noise:
             noise = torch.rand(features.shape, generator=self._noise).to(features.device) - 0.5
@@ -228,7 +228,7 @@ class HeadTrainer:
             for depth, output in enumerate(outputs):
                 rows = places_at(batch.counts, depth).nonzero(as_tuple=True)
                 if not len(rows[0]):
-                    break  # all outputs are shorter, and a mean of nothing is no number
+                    break  # all outputs are shorter; the mean would be NaN
                 said = self.head.logits(output[rows])
                 taught = wanted[numbers[rows[0], rows[1] + depth + 1]]
                 total = total + _DEPTH_DECAY**depth * soft_cross_entropy(said, taught)
@@ -236,13 +236,13 @@ class HeadTrainer:
 
 
 def soft_cross_entropy(said: torch.Tensor, taught: torch.Tensor) -> torch.Tensor:
-    """Return float32[], the mean cross-entropy against distributions.
+    """Return float32[], the mean cross-entropy against target distributions.
 
-    As `torch.nn.functional.cross_entropy`, with half of its passes over memory.
+    It equals `torch.nn.functional.cross_entropy`, but passes over memory half as often.
 
     Args:
-        said: [N, C], logits.
-        taught: float32[N, C], probabilities.
+        said: [N, C], the head's logits.
+        taught: float32[N, C], the target's probabilities.
     """
     loss: torch.Tensor = _SoftCrossEntropy.apply(said, taught)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return loss
@@ -270,14 +270,14 @@ def unrolled(
     features: torch.Tensor,
     depths: int,
 ) -> Iterator[torch.Tensor]:
-    """Yield [batch, rows, d] for each depth: the head's outputs where every place goes on.
+    """Yield the head's outputs for each depth, [batch, rows, d], continued from every position.
 
     Args:
-        head: whose they are.
-        teaching: embeds tokens.
-        tokens: int64[batch, rows + 1].
-        features: [batch, rows, F].
-        depths: how many.
+        head: the head.
+        teaching: parts of the target, which embed the tokens.
+        tokens: int64[batch, rows + 1], the tokens.
+        features: [batch, rows, F], the states that the head reads.
+        depths: number of depths.
     """
     rows = features.shape[1]
     positions = torch.arange(rows, device=features.device)[None].expand(len(tokens), -1)
@@ -291,14 +291,14 @@ def unrolled(
 
 
 def weights_of(head: Eagle3Head) -> dict[str, torch.Tensor]:
-    """Return a copy of a head's weights, which further steps leave as they are."""
+    """Return a copy of a head's weights, which later training steps do not change."""
     return {name: value.detach().clone() for name, value in head.state_dict().items()}
 
 
 def places_at(counts: torch.Tensor, depth: int) -> torch.Tensor:
-    """Return bool[batch, rows]: where the token that a depth predicts is known and of an output.
+    """Return bool[batch, rows]: whether the predicted token is known and belongs to an output.
 
-    Row t of depth k predicts the token at t + k + 2.
+    Row t at depth k predicts the token at t + k + 2.
     """
     chosen = torch.zeros_like(counts)
     ahead = depth + 1
@@ -310,7 +310,7 @@ def places_at(counts: torch.Tensor, depth: int) -> torch.Tensor:
 def batch_of(
     examples: Sequence[Example], width: int, target_size: int, device: torch.device
 ) -> LessonBatch:
-    """Lay texts side by side, the shorter ones padded behind their end."""
+    """Return texts as one batch; shorter texts are padded at the end."""
     rows = max(min(len(each.tokens) - 1, len(each.states)) for each in examples)
     tokens = torch.zeros(len(examples), rows + 1, dtype=torch.int64)
     features = torch.zeros(len(examples), rows, width)
@@ -331,13 +331,13 @@ def batches_of(
     max_tokens: int,
     random: np.random.Generator,
 ) -> list[list[int]]:
-    """Return texts in batches of similar lengths, in random order.
+    """Return batches of texts with similar lengths, in random order.
 
     Args:
-        order: int64[texts], the texts.
-        lengths: int64[all texts], tokens of each.
-        max_tokens: of a batch, padding included; a longer text is a batch by itself.
-        random: puts the batches in order.
+        order: int64[texts], numbers of the texts.
+        lengths: int64[all texts], number of tokens in each text.
+        max_tokens: most tokens in a batch, padding included; a longer text is a batch by itself.
+        random: shuffles the batches.
     """
     found: list[list[int]] = []
     for start in range(0, len(order), _BUCKET):
@@ -353,6 +353,6 @@ def batches_of(
 
 
 def _rate(stage: Stage, step: int, over: float) -> float:
-    """Return the rate of a step; `over` is the part of the stage that is over, from 0 to 1."""
+    """Return the learning rate of a step; `over` is the finished part of the stage, from 0 to 1."""
     risen = min(1.0, (step + 1) / stage.warm_up)
     return stage.rate * risen * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * over)))

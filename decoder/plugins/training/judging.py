@@ -1,4 +1,4 @@
-"""How often a head predicts what the target wrote, on texts that it was not taught."""
+"""The evaluation of a head: how often it predicts the target's tokens in held-out texts."""
 
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,20 +19,20 @@ from decoder.plugins.training.head_trainer import (
 )
 
 RANKS: Final = (1, 4, 8)
-"""A token is predicted if it is among the so many most probable ones."""
+"""A token counts as predicted if it is among this many most probable tokens."""
 
 DEPTHS: Final = 4
-"""Tokens that each place goes on for."""
+"""Number of tokens that are predicted after each position."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadAgreement:
-    """Shares of tokens that a head predicts, where its own guesses before were right.
+    """Shares of tokens that a head predicts if the tokens drafted before them were right.
 
     Attributes:
-        shares: float64[depths, ranks]: of the token right behind the sequence, of the one behind
-            that, and so on.
-        num_places: int64[depths], the tokens that were to be predicted.
+        shares: float64[depths, ranks], the share of predicted tokens. Depth 0 is the token right
+            after the sequence, depth 1 is the token after that, and so on.
+        num_places: int64[depths], the number of tokens to predict.
     """
 
     shares: NDArray[np.float64]
@@ -40,12 +40,12 @@ class HeadAgreement:
 
     @property
     def chain_tokens(self) -> float:
-        """Tokens that the head's first choices alone would add to a pass."""
+        """Tokens per pass that a chain of the head's first choices would add."""
         return float(np.cumprod(self.shares[:, 0]).sum())
 
     @property
     def worth(self) -> float:
-        """Tokens that a tree of four children at each node would add: what training maximises."""
+        """Tokens per pass that a tree with four children per node adds; training maximises this."""
         return float(np.cumprod(self.shares[:, 1]).sum())
 
     def report(self) -> dict[str, Any]:
@@ -66,12 +66,12 @@ def agreement(
     teaching: Teaching,
     store: Examples,
 ) -> HeadAgreement:
-    """Go through texts and count what a head would have predicted.
+    """Count the tokens of texts that a head predicts.
 
     Args:
-        head: whose drafts are judged.
-        teaching: the target.
-        store: texts that the head was not taught.
+        head: the head to evaluate.
+        teaching: parts of the target.
+        store: held-out texts.
     """
     head.eval()
     width = len(head.config.states) * head.config.target_size
@@ -94,7 +94,7 @@ def agreement(
 
 
 def _columns(head: Eagle3Head) -> torch.Tensor:
-    """Return int64[vocabulary], the column of each token, -1 where it has none."""
+    """Return int64[vocabulary], the column of each token; -1 for tokens without a column."""
     columns = torch.full((head.config.layer.vocab_size,), -1)
     kept = head.columns
     tokens = torch.arange(len(columns)) if kept is None else kept.cpu()

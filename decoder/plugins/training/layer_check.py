@@ -1,9 +1,9 @@
-"""Whether a head can be made of a target's last layer: before anything is recorded.
+"""Checks, before anything is recorded, whether a head can be made from a target's last layer.
 
-Heads are made of the layer that Llama has. Layers of other families have the same weights and do
-something else with them: they normalise queries and keys, scale what they add, turn a part of each
-head only, or norm by another rule. So the layer is compared with Llama's of the same weights, on
-what flows into it in a pass over a few tokens.
+Heads are made from Llama layers. Layers of other families may have the same weights, but compute
+something else with them: they normalise queries and keys, scale their output, rotate only a part of
+each attention head, or use another norm. So the target's layer is compared with a Llama layer of
+the same weights. Both get the same input, recorded in a pass over a few tokens.
 """
 
 from contextlib import ExitStack
@@ -18,22 +18,24 @@ from decoder.plugins.training.head_start import last_layer, layer_config, other_
 
 _NUM_TOKENS: Final = 32
 _FIRST: Final = 4
-"""Places that are left out: the first tokens of any text have states a hundred times as long as
-others, and so are their rounding errors."""
+"""Positions at the start of a text that are left out. Their states are a hundred times as long as
+others, and their rounding errors are as well."""
 
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.float64: 1e-3}
 _TOLERANCE_16: Final = 0.05
-"""Of what the layer adds. In 16 bits other kernels' passes differ by a percent or two, those with
-other norms or rotations by tens."""
+"""Largest difference between the two layers, as a share of what the layer adds to its input. In 16
+bits, other kernels cause differences of one or two percent; other norms or rotations cause tens of
+percent."""
 
 
 def check_last_layer(language_model: LanguageModel) -> None:
-    """Refuse a target of whose last layer no head can be made.
+    """Refuse a target if no head can be made from its last layer.
 
-    Takes one pass over 32 tokens.
+    The check takes one pass over 32 tokens.
 
     Raises:
-        UnsupportedModelError: the layer has other parts than Llama's, or computes something else.
+        UnsupportedModelError: the layer has other parts than a Llama layer, or computes something
+            else.
     """
     layer = last_layer(language_model)
     layers = compatibility_of(language_model.model).layers
@@ -48,10 +50,10 @@ def check_last_layer(language_model: LanguageModel) -> None:
 
 
 def _as_llamas(language_model: LanguageModel, layer: Any) -> tuple[Any, list[str]]:
-    """Return Llama's layer with a layer's weights, and the names of those that it has no place for.
+    """Return a Llama layer with the layer's weights, and the names of weights that do not match.
 
     Raises:
-        UnsupportedModelError: weights have other shapes.
+        UnsupportedModelError: the weights have other shapes.
     """
     config = layer_config(language_model)
     config._attn_implementation = "eager"  # noqa: SLF001  transformers' own way to choose it
@@ -60,7 +62,7 @@ def _as_llamas(language_model: LanguageModel, layer: Any) -> tuple[Any, list[str
     own = own.to(weight.device, weight.dtype).eval()
     for name, value in own.named_parameters():
         if name.endswith(".bias"):
-            torch.nn.init.zeros_(value)  # of those that the layer lacks
+            torch.nn.init.zeros_(value)  # biases that the layer lacks
     try:
         loaded = own.load_state_dict(layer.state_dict(), strict=False)
     except RuntimeError as error:
@@ -71,7 +73,7 @@ def _as_llamas(language_model: LanguageModel, layer: Any) -> tuple[Any, list[str
 
 @torch.inference_mode()
 def _pass_through(language_model: LanguageModel, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return [1, tokens, hidden size] twice: what flows into the layer in a pass, and out of it."""
+    """Return the layer's input and output in one pass, each [1, tokens, hidden size]."""
     model: Any = language_model.model
     seen: dict[str, torch.Tensor] = {}
 
@@ -89,7 +91,7 @@ def _pass_through(language_model: LanguageModel, layer: Any) -> tuple[torch.Tens
 
 @torch.inference_mode()
 def _given_by(own: Any, given: torch.Tensor) -> torch.Tensor:
-    """Return what Llama's layer makes of states [1, tokens, hidden size]."""
+    """Return the output of the Llama layer for states [1, tokens, hidden size]."""
     count = given.shape[1]
     positions = torch.arange(count, device=given.device)[None]
     rotation: Any = LlamaRotaryEmbedding(own.self_attn.config).to(given.device)
@@ -105,10 +107,10 @@ def _given_by(own: Any, given: torch.Tensor) -> torch.Tensor:
 
 
 def _is_same(given: torch.Tensor, came: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two layers add the same to states; what is no number is not compared."""
+    """Return whether two layers add the same to the states; also true if outputs are not finite."""
     added = (came - given).float()[0, _FIRST:].norm(dim=-1)
     apart = (came - other).float()[0, _FIRST:].norm(dim=-1)
     if not bool(torch.isfinite(added).all()):
-        return True  # said of the states that are recorded
+        return True  # recording reports the error later
     tolerance = _TOLERANCE.get(came.dtype, _TOLERANCE_16)
     return float(apart.median()) <= tolerance * float(added.median())

@@ -1,13 +1,12 @@
-"""A process that goes on training a head on what a decoder verifies, and keeps what is better.
+"""A process that trains a head on the sequences of a running decoder, and keeps the best weights.
 
-It is told of the target's outer layers and of finished sequences on its standard input, trains at
-the lowest priority within a share of one core's time, and writes the head whenever sequences that
-it holds out are predicted better; else it goes back to the best weights. So the head follows the
-present requests, as in online speculative decoding (Liu et al., 2024, arXiv:2310.07177); it is
-taught the target's own distribution on the target's own text, as in DistillSpec
-(arXiv:2310.08461).
+It receives the target's outer layers and finished sequences on its standard input. It trains at the
+lowest priority, within a share of one core's time. When the head predicts held-out sequences
+better, it writes the head; else it restores the best weights. So the head follows the current
+requests, as in online speculative decoding (Liu et al., 2024, arXiv:2310.07177). It learns the
+target's own distribution on the target's own text, as in DistillSpec (arXiv:2310.08461).
 
-Texts and states stay in memory: what is written is the head alone.
+Texts and states stay in memory. Only the head is written to disk.
 """
 
 import json
@@ -47,39 +46,39 @@ from decoder.plugins.training.online import Order, read_messages
 from decoder.plugins.training.taught_store import Example
 
 TRAINED_ONLINE: Final = "sequences that it drafted for"
-"""What the file of a head says that it was trained on."""
+"""Name of the training texts in the file of a head that was trained online."""
 
 _STAGE: Final = Stage("while in use", depths=2, rate=2e-4, noise=0.0, share=1.0, warm_up=3)
-"""At a quarter of the rate of a training from nothing: it changes what is good already."""
+"""A quarter of the learning rate of a new training, because the head is already good."""
 
 _HELD_OUT: Final = 6
-"""One sequence in so many judges and is not taught."""
+"""One sequence in this many is held out for evaluation."""
 
 _JUDGED_SHARE: Final = 0.2
-"""Of the memory, for sequences that judge."""
+"""Share of the memory that is for held-out sequences."""
 
 _LEAST_JUDGING: Final = 300
-"""Tokens to predict below which nothing is judged, and so nothing changed: the share of predicted
-tokens is then known to within 3%."""
+"""Fewest held-out tokens for an evaluation; with fewer, the head is not changed. With this many,
+the share of predicted tokens is known to within 3%."""
 
 _NEW_TOKENS: Final = 4096
-"""Tokens that must come before a round: the same ones again would be learned by heart."""
+"""New tokens that a round needs: on the same tokens again, the head would learn them by heart."""
 
 _TIMES: Final = 2
-"""How often a round goes through what there is, at most."""
+"""Most times that a round goes through all sequences."""
 
 _MOST_STEPS: Final = 32
-"""Of a round: more at once move further without being judged."""
+"""Most training steps in a round: with more, the head would change further between evaluations."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingRound:
-    """A round of training, and what came of it.
+    """The outcome of a round of training.
 
     Attributes:
-        before: what the drafted head was worth on held-out sequences, see `HeadAgreement.worth`.
-        after: the same of the head that is drafted from now on.
-        is_new: whether that is another one.
+        before: `HeadAgreement.worth` of the head in use, on held-out sequences.
+        after: `HeadAgreement.worth` of the head that is used from now on.
+        is_new: whether the head in use has changed.
     """
 
     before: float
@@ -88,11 +87,11 @@ class TrainingRound:
 
 
 class RecentExamples:
-    """The latest sequences, within so many bytes of states; see `Examples`.
+    """The latest sequences, within a limit on the bytes of their states; see `Examples`.
 
     Args:
-        max_bytes: of states that are held.
-        given: sequences that are there from the start.
+        max_bytes: most bytes of stored states.
+        given: initial sequences.
     """
 
     def __init__(self, max_bytes: int, given: Iterable[Example] = ()) -> None:
@@ -101,14 +100,14 @@ class RecentExamples:
         self._bytes = sum(map(_bytes_of, self._held))
 
     def add(self, example: Example) -> None:
-        """Take a sequence in, and drop the oldest ones beyond the most."""
+        """Add a sequence, and drop the oldest ones above the limit."""
         self._held.append(example)
         self._bytes += _bytes_of(example)
         while self._bytes > self._max_bytes and len(self._held) > 1:
             self._bytes -= _bytes_of(self._held.popleft())
 
     def copy(self) -> "RecentExamples":
-        """Return the sequences of this moment."""
+        """Return a copy of the current sequences."""
         return RecentExamples(self._max_bytes, self._held)
 
     def __len__(self) -> int:
@@ -123,18 +122,18 @@ class RecentExamples:
 
 
 class HeadLearner:
-    """Trains a head on sequences that come, in rounds.
+    """Trains a head in rounds, on sequences as they arrive.
 
     Args:
-        head: in float32; trained in place.
-        teaching: the target.
-        first: weights of the head as it was given, which are gone back to where nothing that was
-            learned predicts more; `None` where that is `head` itself.
-        max_bytes: of sequences that are held.
-        share: of the time, from 0 to 1: it sleeps for the rest.
-        seed: of the order of sequences.
-        new_tokens: that must come before a round.
-        least_judging: tokens to predict, held out, below which there is no round.
+        head: head in float32; it is trained in place.
+        teaching: parts of the target.
+        first: weights of the original head, which are restored if no learned weights predict more;
+            `None` if `head` is the original head.
+        max_bytes: most bytes of stored sequences.
+        share: share of the time to work, from 0 to 1; it sleeps for the rest.
+        seed: seed for the order of sequences.
+        new_tokens: number of new tokens that a round needs.
+        least_judging: number of held-out tokens that a round needs.
     """
 
     def __init__(  # noqa: PLR0913  (the last five are options)
@@ -163,7 +162,7 @@ class HeadLearner:
         self._changed = Condition()
 
     def take(self, example: Example) -> None:
-        """Take in a sequence; from any thread."""
+        """Add a sequence; callable from any thread."""
         with self._changed:
             self._count += 1
             if self._count % _HELD_OUT:
@@ -175,13 +174,13 @@ class HeadLearner:
             self._changed.notify()
 
     def end(self) -> None:
-        """Let `rounds` end; from any thread."""
+        """End `rounds`; callable from any thread."""
         with self._changed:
             self._has_ended = True
             self._changed.notify()
 
     def rounds(self) -> Iterator[TrainingRound]:
-        """Yield rounds, each once enough has come for it, until `end` is called."""
+        """Train and yield a round whenever enough tokens have come, until `end` is called."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._has_ended or self._is_due())
@@ -214,7 +213,7 @@ class HeadLearner:
         trainer.train(_STAGE, math.inf, on_step)
 
     def _judge(self, judging: RecentExamples) -> TrainingRound:
-        """Let the best of what is drafted, what was learned and what was given be drafted."""
+        """Choose the best weights: the ones in use, the learned ones or the original ones."""
         learned = weights_of(self.head)
         before = self._worth(self._served, judging)
         found = [(before, self._served), (self._worth(learned, judging), learned)]
@@ -234,20 +233,21 @@ class HeadLearner:
         return worth if all(bool(each.isfinite().all()) for each in weights.values()) else -1.0
 
     def _rest(self, seconds: float) -> None:
-        """Sleep after so many seconds of work, or until the end."""
+        """Sleep in proportion to the seconds of work, or until `end` is called."""
         with self._changed:
             self._changed.wait_for(lambda: self._has_ended, timeout=seconds * (1 / self._share - 1))
 
 
 class _Kept:
-    """The head that a learner goes on with, and where it is written.
+    """The head that a learner trains, and the folder where it is written.
 
     Args:
-        order: see `Order`.
+        order: what to train; see `Order`.
 
     Attributes:
-        head: as it was learned last, or as it was given.
-        first: weights as given; `None` where nothing was learned before, or that is another head.
+        head: the head that was learned last, or else the original head.
+        first: weights of the original head; `None` if nothing was learned before, or if the learned
+            head has another shape.
     """
 
     def __init__(self, order: Order) -> None:
@@ -262,16 +262,16 @@ class _Kept:
         self._origin = _with_training(begun.origin)
 
     def write(self) -> None:
-        """Write the head, as a whole.
+        """Write the head.
 
         Raises:
-            HeadFileError: it cannot be written.
+            HeadFileError: the head cannot be written.
         """
         save_head(self._folder, deepcopy(self.head).bfloat16(), self._origin)
 
 
 def main() -> None:
-    """Learn for the process that started this one, until that ends or closes the stream."""
+    """Train for the parent process, until it ends or closes the stream."""
     order = Order(**json.loads(sys.argv[1]))
     with suppress(OSError):
         os.nice(order.niceness)
@@ -315,7 +315,7 @@ def _tell(said: dict[str, Any]) -> None:
 
 def _eagle3(head: Any) -> Eagle3Head:
     if not isinstance(head, Eagle3Head):
-        raise TypeError("only EAGLE-3 heads go on learning")
+        raise TypeError("only EAGLE-3 heads can be trained online")
     return head
 
 

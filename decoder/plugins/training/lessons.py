@@ -1,4 +1,4 @@
-"""What a speculator is taught from: prompts for the target, and outputs that it gave before."""
+"""Training examples of a speculator: prompts for the target, and outputs that exist already."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,13 +33,13 @@ NO_TOKENS: Final = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lesson:
-    """A prompt, and what was written after it.
+    """A prompt with its output.
 
     Attributes:
         prompt: int32[p], at least one token.
-        output: int32[n], recorded; none where the target is to answer.
-        is_own: whether the target itself wrote the output, to a prompt that was not kept.
-        opening: int32[q], the conversation up to its first question, where that is not the prompt.
+        output: int32[n], the recorded output; empty if the target is to write it.
+        is_own: whether the target itself wrote the output, after a prompt that was not recorded.
+        opening: int32[q], the conversation up to its first question, unless that is the prompt.
     """
 
     prompt: TokenIds
@@ -49,10 +49,10 @@ class Lesson:
 
     @property
     def key(self) -> bytes:
-        """Lessons of equal keys are held out together: those that share the first question.
+        """Key that examples with the same first question share; they are held out together.
 
-        Later prompts of a conversation hold the earlier ones. Where the prompt was not kept, the
-        output stands for it.
+        The reason is that later prompts of a conversation contain the earlier ones. If the prompt
+        was not recorded, the output takes its place.
         """
         first = self.opening if len(self.opening) else self.prompt
         return hashlib.blake2b(
@@ -63,17 +63,17 @@ class Lesson:
 def read_lessons(
     paths: Sequence[Path], language_model: LanguageModel, tally: RecordingTally, max_tokens: int
 ) -> Iterator[Lesson]:
-    """Yield a lesson for each answer, prompt and document of files.
+    """Yield a training example for each answer, prompt and document in files.
 
-    An answer is asked for again, after all that was said before it; what is recorded is kept with
-    it. A document, which is a line of text or a text that a field names (by default `text`, where a
-    record holds no conversation), is put to the target as a user's message.
+    For each recorded answer, the example holds all turns before it as the prompt, and the answer
+    itself as the output. A document becomes a user's message. It is a line of text, or the text in
+    the field that the options name (by default `text`, if a record holds no conversation).
 
     Args:
-        paths: as `read_records` takes them.
-        language_model: whose tokenizer and chat template count.
-        tally: counts what cannot be used.
-        max_tokens: of a prompt: what is longer begins later; and of an output, which ends earlier.
+        paths: files; see `read_records`.
+        language_model: the target; its tokenizer and chat template are used.
+        tally: counts unusable records.
+        max_tokens: most tokens of a prompt, whose start is cut, and of an output, whose end is cut.
 
     Raises:
         TeachingTextError: a file cannot be read.
@@ -91,12 +91,12 @@ def read_lessons(
 def from_outputs(
     outputs: Iterable[TokenIds], language_model: LanguageModel, max_tokens: int
 ) -> Iterator[Lesson]:
-    """Yield a lesson for each output of the target that was kept without its prompt.
+    """Yield a training example for each output of the target that was stored without its prompt.
 
     Args:
-        outputs: int32[n] each.
-        language_model: whose they are: its chat template leads to an answer.
-        max_tokens: of an output.
+        outputs: int32[n] each, the outputs.
+        language_model: the target that wrote them; its chat template gives the prompt.
+        max_tokens: most tokens of an output.
     """
     lead = np.array(_lead(language_model), np.int32)
     for output in outputs:
@@ -105,14 +105,14 @@ def from_outputs(
 
 
 def held_out(lessons: Sequence[Lesson], share: float) -> tuple[list[Lesson], list[Lesson]]:
-    """Return the lessons to teach and those to judge by; lessons of equal keys stay together.
+    """Split the examples into training and held-out ones; examples with equal keys stay together.
 
-    Of two keys or more, one is taught and one judges at least. Which are which depends on the keys
-    alone, so that an interrupted training goes on with the same ones.
+    With two keys or more, both parts have at least one. The split depends only on the keys, so an
+    interrupted training continues with the same one.
 
     Args:
-        lessons: of any order.
-        share: of the keys that judge, from 0 to 1.
+        lessons: examples in any order.
+        share: share of the keys to hold out, from 0 to 1.
     """
     taught: list[Lesson] = []
     judging: list[Lesson] = []
@@ -129,11 +129,11 @@ def held_out(lessons: Sequence[Lesson], share: float) -> tuple[list[Lesson], lis
 def _lessons_of(
     entry: Any, path: Path, language_model: LanguageModel, tally: RecordingTally
 ) -> list[Lesson]:
-    """Return the lessons of a line or a record.
+    """Return the training examples of a line or a record.
 
     Raises:
-        UnusableError: it holds neither a document nor a conversation, or the chat template refuses
-            its turns.
+        UnusableError: the entry holds neither a document nor a conversation, or the chat template
+            refuses its turns.
     """
     text = entry if tally.field else _text_of(entry)
     if isinstance(text, str):
@@ -142,14 +142,14 @@ def _lessons_of(
 
 
 def _text_of(entry: Any) -> Any:
-    """Return a line of text, or the text of a record that holds no conversation."""
+    """Return the text of a record without a conversation; else the entry itself."""
     if isinstance(entry, dict) and conversation_of(entry) is None:
         return entry.get(DEFAULT_FIELD)
     return entry
 
 
 def _conversed(found: Conversation, language_model: LanguageModel) -> list[Lesson]:
-    """Return a lesson for each answer of a conversation, and for its end if that is a question."""
+    """Return an example for each answer in a conversation, and for a last, unanswered question."""
     exchanges = [] if found.shape == Shape.TEXT else list(exchanges_of(found))
     answered = {each.prompt for each in exchanges}
     exchanges += [Exchange(each, "") for each in prompts_of(found) if each not in answered]
@@ -165,7 +165,7 @@ def _conversed(found: Conversation, language_model: LanguageModel) -> list[Lesso
 
 
 def _opening(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
-    """Return the turns up to a user's first."""
+    """Return the turns up to and including the user's first turn."""
     first = next(number for number, turn in enumerate(turns) if turn.role == "user")
     return turns[: first + 1]
 
@@ -174,7 +174,7 @@ def _asked(turns: tuple[Turn, ...], language_model: LanguageModel) -> TokenIds:
     """Return the tokens of a prompt.
 
     Raises:
-        UnusableError: the chat template refuses its turns.
+        UnusableError: the chat template refuses the turns.
     """
     if len(turns) == 1 and turns[0].role == "user":
         return np.array(language_model.encode(turns[0].text), np.int32)
@@ -192,7 +192,7 @@ def _written(text: str, language_model: LanguageModel) -> TokenIds:
 
 
 def _lead(language_model: LanguageModel) -> list[int]:
-    """Return the tokens before an answer to a question that is not known."""
+    """Return the prompt for an answer whose question is unknown."""
     return language_model.encode("?") or [0]
 
 

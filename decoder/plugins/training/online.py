@@ -1,8 +1,9 @@
-"""A speculator that goes on learning while it drafts.
+"""A speculator that is trained online, while it drafts.
 
-What verification finds costs nothing to keep: the target's states at committed tokens. They go to
-a process of its own (`learner`), so that decoding never waits for training; heads that it finds
-better are loaded in the background and read sequences that begin from then on.
+Verification computes the target's states at committed tokens anyway, so they cost nothing. They go
+to a separate process (`learner`), so decoding never waits for training. If that process finds a
+better head, the head is loaded in the background. It then drafts for all sequences that start
+later.
 """
 
 import json
@@ -37,41 +38,41 @@ from retriever.drafter import TokenIds
 from retriever.sequences import TokenSequence
 
 _NICENESS: Final = 19
-"""The lowest priority: what decodes is hardly held up, even where all cores are busy."""
+"""The lowest priority: it hardly slows decoding, even if all cores are busy."""
 
 DEFAULT_HELD_BYTES: Final = 256 * 2**20
-"""Of states that a learner holds: some 50,000 tokens of a small model, 8,000 of one with states of
-4,096 numbers."""
+"""Bytes of states that a learner stores: about 50,000 tokens of a small model, or 8,000 tokens of a
+model with states of 4,096 numbers."""
 
 _MOST_TOKENS: Final = 1024
-"""The last ones of a sequence that are sent."""
+"""Most tokens of a sequence that are sent, the last ones."""
 
 _LEAST_TOKENS: Final = 8
-"""Of a sequence: shorter ones teach nothing."""
+"""Fewest tokens of a sequence that is sent: shorter sequences are useless for training."""
 
 _MOST_WAITING: Final = 32
-"""Sequences that wait to be sent: the newest beyond them are left out."""
+"""Most sequences that wait to be sent; further ones are dropped."""
 
 _ENDING_S: Final = 2.0
-"""How long a learner may take to end by itself, as when it writes a head."""
+"""Seconds that a learner may take to end, for example while it writes a head; then it is killed."""
 
 _FRAME: Final = 8
-"""Bytes that give the length of a message."""
+"""Bytes of the length field of a message."""
 
 _log = getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a learner is started for.
+    """The start arguments of a learner.
 
     Attributes:
-        head: folder of the head as it was given, which is gone back to where it is the best.
-        folder: where the head is kept; what is there already is gone on with.
-        target: names of `HeadTarget` and their values, but for the vocabulary.
-        share: of one core's time.
-        max_bytes: of sequences that are held.
-        niceness: what is added to its priority's number.
+        head: folder of the original head; it is used again if it is the best.
+        folder: folder of the learned head; a head in it is trained further.
+        target: attributes of `HeadTarget`, except for the vocabulary.
+        share: share of one core's time.
+        max_bytes: most bytes of stored sequences.
+        niceness: number to add to the niceness of the learner's process.
     """
 
     head: str
@@ -91,7 +92,7 @@ def write_message(stream: IO[bytes], tensors: dict[str, torch.Tensor]) -> None:
 
 
 def read_messages(stream: IO[bytes]) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield what was sent, until the stream ends, be it within a message."""
+    """Yield the messages until the stream ends; a message that was cut is left out."""
     while len(size := stream.read(_FRAME)) == _FRAME:
         length = int.from_bytes(size, "little")
         content = stream.read(length)
@@ -101,29 +102,31 @@ def read_messages(stream: IO[bytes]) -> Iterator[dict[str, torch.Tensor]]:
 
 
 class LearningSpeculator:
-    """A speculator whose head goes on learning from the sequences that it drafts for.
+    """A speculator whose head is trained on the sequences that it drafts for.
 
-    Sequences that are not to be remembered are not learned from. What was learned is in the head's
-    file: use a folder for each tenant, and never one for several. Close it, or use it in a `with`
-    block. A learner that fails is told once, and ends learning but not drafting.
+    Sequences with `remember` off are not used for training. The head's file contains what was
+    learned from a tenant's text, so use a separate folder for each tenant. Close the speculator, or
+    use it in a `with` block. If the learner fails, a warning is logged. Training ends then, but
+    drafting continues.
 
     Args:
-        path: of the head to begin with, see `load_head`; it is never changed.
-        folder: where the learned head is kept; what an earlier run left there is gone on with.
+        path: path of the original head, which is never changed; see `load_head`.
+        folder: folder for the learned head; a head from an earlier run is trained further.
         model: the target.
-        vocabulary: of its tokenizer, where that is known.
-        name: of the target, for messages.
-        kept: see `Speculator`.
-        share: of one core's time, above 0 and at most 1.
-        held_bytes: of states that are held to learn from, in memory.
-        niceness: what is added to the learner's, from 0 to 19; the higher, the more it gives way.
+        vocabulary: vocabulary of the target's tokenizer, if known.
+        name: name of the target in messages.
+        kept: the only tokens to draft; see `Speculator`.
+        share: share of one core's time for training, above 0 and at most 1.
+        held_bytes: most bytes of states that are stored in memory for training.
+        niceness: number to add to the learner's niceness, from 0 to 19; higher means a lower
+            priority.
 
     Raises:
-        HeadFileError: a head cannot be read, or the folder cannot be used or is in use.
+        HeadFileError: a head cannot be read, or the folder cannot be written or is in use.
         HeadMismatchError: the head was made for another model.
-        UnsupportedModelError: only EAGLE-3 heads with a vocabulary of their own go on learning.
-        VocabularyMismatchError: it was made for another tokenizer.
-        ValueError: the share is out of its range.
+        UnsupportedModelError: the head is not an EAGLE-3 head with its own vocabulary.
+        VocabularyMismatchError: the head was made for another tokenizer.
+        ValueError: the share is out of range.
     """
 
     def __init__(  # noqa: PLR0913  (the last six are options)
@@ -140,7 +143,9 @@ class LearningSpeculator:
         niceness: int = _NICENESS,
     ) -> None:
         if not 0 < share <= 1:
-            raise ValueError(f"a share of a core's time is above 0 and at most 1, not {share}")
+            raise ValueError(
+                f"the share of a core's time must be above 0 and at most 1, not {share}"
+            )
         self._folder = folder
         self._model, self._vocabulary, self._name, self._kept = model, vocabulary, name, kept
         check_writable(folder)
@@ -168,14 +173,14 @@ class LearningSpeculator:
         self.states = frozenset(self._numbers)
 
     def follow(self, sequence: TokenSequence) -> SequenceReader:
-        """Return the reading of a sequence by the head of this moment."""
+        """Return a new reading of a sequence by the current head."""
         reading = self._current.follow(sequence)
         if not sequence.options.remember:
             return reading
         return _TaughtReading(reading, sequence, TrueStates(self._numbers), self._learner)
 
     def close(self) -> None:
-        """End learning; what is learned and not yet judged is lost. Idempotent."""
+        """End training; changes that were not evaluated yet are lost. Idempotent."""
         self._opened.close()
 
     def __enter__(self) -> Self:
@@ -190,13 +195,13 @@ class LearningSpeculator:
         )
 
     def _reload(self) -> None:
-        """Read sequences that begin from now on with the head that was written."""
+        """Load the learned head, for sequences that start from now on."""
         loaded = self._loaded(self._folder)
         if np.array_equal(loaded.columns, self.columns):
             self._current = loaded
 
     def _outer_layers(self) -> dict[str, torch.Tensor]:
-        """Return what a learner needs of the target: see `Teaching`."""
+        """Return the parts of the target that a learner needs; see `Teaching`."""
         head = _eagle3(self._current)
         embed = head.embed_tokens or self._model.get_input_embeddings()
         output: torch.nn.Module = self._model.get_output_embeddings()  # type: ignore[no-untyped-call]  # not typed there
@@ -245,12 +250,12 @@ class _TaughtReading:
 
 
 class _LearnerProcess:
-    """The process that learns, and two threads that talk to it.
+    """The learner's process, and two threads that communicate with it.
 
     Args:
-        order: what it is started for.
-        outer: see `Teaching`.
-        on_new: is called, from one of the threads, when a better head was written.
+        order: start arguments of the learner.
+        outer: parts of the target; see `Teaching`.
+        on_new: called from one of the threads after a better head was written.
     """
 
     def __init__(
@@ -270,7 +275,7 @@ class _LearnerProcess:
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # what it has to say of errors it says on standard output
+            stderr=subprocess.DEVNULL,  # it reports errors on standard output
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             start_new_session=True,  # Ctrl-C is for the process that decodes
         )
@@ -282,12 +287,12 @@ class _LearnerProcess:
             thread.start()
 
     def send(self, states: torch.Tensor, begin: int, sequence: TokenSequence) -> None:
-        """Have a finished sequence sent, unless too many wait.
+        """Queue a finished sequence for sending, unless too many are waiting.
 
         Args:
-            states: [n, F], side by side.
-            begin: position of the first one.
-            sequence: whose they are.
+            states: [n, F], the concatenated states.
+            begin: position of the first state.
+            sequence: the sequence.
         """
         skipped = max(0, len(states) - _MOST_TOKENS)
         states, begin = states[skipped:], begin + skipped
@@ -319,7 +324,7 @@ class _LearnerProcess:
     def _sends(self) -> None:
         stream = self._process.stdin
         assert stream is not None  # noqa: S101  (it is a pipe)
-        with suppress(OSError), stream:  # a learner that died says so by the other stream
+        with suppress(OSError), stream:  # the other thread reports a dead learner
             while (message := self._waiting.get()) is not None:
                 if all(bool(each.isfinite().all()) for each in message.values()):
                     write_message(stream, message)
@@ -332,17 +337,17 @@ class _LearnerProcess:
                 self._hear(json.loads(line))
         if self._process.wait() and not self._is_closing:
             _log.warning(
-                "the speculator learns no more: its learner ended with status %d",
+                "online training has stopped: the learner ended with status %d",
                 self._process.returncode,
             )
 
     def _hear(self, said: dict[str, object]) -> None:
         if "error" in said:
-            _log.warning("the speculator learns no more: %s", said["error"])
+            _log.warning("online training has stopped: %s", said["error"])
             return
-        told = "predicts more and is drafted from" if said["is_new"] else "is left as it was"
+        told = "has improved and is now in use" if said["is_new"] else "is unchanged"
         _log.info(
-            "the speculator %s: held-out worth %.3f, before %.3f",
+            "the speculator %s: %.3f predicted held-out tokens per pass, before %.3f",
             told,
             said["after"],
             said["before"],
@@ -351,19 +356,19 @@ class _LearnerProcess:
             try:
                 self._on_new()
             except (DecoderError, OSError) as error:
-                _log.warning("what the speculator learned cannot be loaded: %s", error)
+                _log.warning("the learned head cannot be loaded: %s", error)
 
 
 def _eagle3(speculator: Speculator) -> Eagle3Head:
-    """Return the head of a speculator that can go on learning.
+    """Return the head of a speculator, if it can be trained online.
 
     Raises:
-        UnsupportedModelError: it cannot.
+        UnsupportedModelError: the head cannot be trained online.
     """
     head = speculator.head
     if not isinstance(head, Eagle3Head) or not head.config.is_cut:
         raise UnsupportedModelError(
-            f"{speculator.name} does not go on learning, only EAGLE-3 heads with a vocabulary of "
-            "their own do: leave out --online"
+            f"{speculator.name} cannot be trained online, only EAGLE-3 heads with their own "
+            "vocabulary can: leave out --online"
         )
     return head

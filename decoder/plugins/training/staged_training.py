@@ -1,4 +1,4 @@
-"""The stages of a training in parts, after each of which it can be gone on with."""
+"""The stages of a training, split into parts; an interrupted training resumes at the next part."""
 
 import json
 import math
@@ -18,23 +18,23 @@ from decoder.plugins.training.judging import HeadAgreement
 from decoder.plugins.training.taught_store import write_tensors
 
 _PARTS: Final = 10
-"""Parts of a stage: after each the head is judged, and the best weights are kept."""
+"""Parts of a stage; after each part the head is evaluated, and the best weights are saved."""
 
 _PATIENCE: Final = 3
-"""Parts in a row that may bring nothing before the stage ends."""
+"""Number of parts in a row without an improvement after which the stage ends."""
 
 _LEAST_SECONDS: Final = 1.0
-"""Of a stage: a few steps at least."""
+"""Shortest duration of a stage, which leaves time for a few steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    """How far a training had come.
+    """The saved progress of a training.
 
     Attributes:
-        weights: the best so far.
-        parts: of all stages that were over.
-        minutes: of its options.
+        weights: the best weights so far.
+        parts: number of finished parts, over all stages.
+        minutes: the training's option `minutes`.
     """
 
     weights: dict[str, torch.Tensor]
@@ -44,12 +44,12 @@ class _Progress:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The file of how far a training has come.
+    """The file with the progress of a training.
 
     Attributes:
-        path: of the file.
-        stamp: what the training is of; one of another stamp is not gone on with.
-        minutes: of its options.
+        path: path of the file.
+        stamp: options and recordings of the training; a file with another stamp is not resumed.
+        minutes: the training's option `minutes`.
     """
 
     path: Path
@@ -60,13 +60,13 @@ class Checkpoint:
         """Write the file.
 
         Raises:
-            TrainingError: the disk refuses.
+            TrainingError: the file cannot be written.
         """
         said = {"of": self._said, "parts": str(parts), "minutes": str(self.minutes)}
         write_tensors(self.path, weights, said)
 
     def kept(self) -> _Progress | None:
-        """Return what was kept; `None` if nothing was, it is damaged or of another training."""
+        """Return the saved progress; `None` if there is no intact file of this training."""
         try:
             with safe_open(self.path, framework="pt") as file:
                 said = file.metadata() or {}
@@ -82,14 +82,14 @@ class Checkpoint:
 
 
 class StagedTraining:
-    """The stages of a training, each in parts, after which it can be gone on with.
+    """The stages of a training, each split into parts; training can resume after each part.
 
     Args:
-        trainer: of the head.
-        judge: says how often the head predicts held-out tokens.
-        before: what it says of the head as it is.
-        checkpoint: where the best weights are kept, and how far training is.
-        watcher: is told of the progress.
+        trainer: trainer of the head.
+        judge: returns how often a head predicts held-out tokens.
+        before: result of `judge` for the initial head.
+        checkpoint: file for the best weights and the progress.
+        watcher: called with the progress.
     """
 
     def __init__(
@@ -106,13 +106,13 @@ class StagedTraining:
         self._parts = 0
 
     def run(self, seconds: float) -> HeadAgreement:
-        """Train, leave the best weights in the head, and return how often they predicted what came.
+        """Train, put the best weights into the head, and return how often they predict tokens.
 
         Args:
-            seconds: for all stages, from the first part on.
+            seconds: duration of all stages, counted from the first part.
 
         Raises:
-            TrainingError: the disk refuses.
+            TrainingError: the checkpoint cannot be written.
         """
         self._resume(seconds)
         self._keep()
@@ -126,7 +126,7 @@ class StagedTraining:
         return self._best
 
     def _resume(self, seconds: float) -> None:
-        """Go on from what was kept, if that fits: with the last parts again for more minutes."""
+        """Resume from a matching checkpoint; after a complete one, more minutes add parts."""
         kept = self._checkpoint.kept()
         if kept is None or _shapes_of(kept.weights) != _shapes_of(self._best_weights):
             return
@@ -138,7 +138,7 @@ class StagedTraining:
             self._parts -= min(again, _PARTS)
 
     def _train(self, stage: Stage, seconds: float, begin: int) -> None:
-        """Train for what is left of a stage whose parts are counted from `begin`."""
+        """Train for the rest of a stage; `begin` is the number of parts in the stages before it."""
         misses = 0
 
         def on_step(over: float, loss: float) -> bool:
@@ -156,7 +156,7 @@ class StagedTraining:
         self._judge()
 
     def _judge(self) -> bool:
-        """Judge the head; return whether it is the best so far, whose weights are noted."""
+        """Evaluate the head; if it is the best so far, copy its weights and return true."""
         found = self._judge_of(self._head)
         self._head.train()
         if found.worth <= self._best.worth:

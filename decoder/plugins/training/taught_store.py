@@ -1,4 +1,4 @@
-"""Texts with the target's states on disk: recorded once, gone through many times."""
+"""Training texts with the target's states on disk: recorded once, read many times."""
 
 import json
 import signal
@@ -27,15 +27,15 @@ _SECONDS: Final = "seconds"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Example:
-    """A text with a target's states.
+    """A text with the target's states.
 
     Attributes:
         tokens: int32[n], prompt and output.
-        num_prompt: how many of them are the prompt's.
-        states: bfloat16[m, F], the states at the first m tokens, side by side in the order of
-            their numbers; m is n - 1 or n: the last one's teaches nothing.
+        num_prompt: number of tokens in the prompt.
+        states: bfloat16[m, F], the states at the first m tokens, concatenated in the order of their
+            numbers; m is n - 1 or n, because the last token's state is not used in training.
         is_own: whether the target wrote the output.
-        was_asked: whether it wrote it when asked to teach, and not before.
+        was_asked: whether the target wrote the output for this training, and not earlier.
     """
 
     tokens: TokenIds
@@ -47,7 +47,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Shard:
-    """One file: where its texts begin, and the file itself for their states."""
+    """One file of texts: their tokens in memory, and the open file to read states from."""
 
     tokens: TokenIds
     starts: NDArray[np.int64]
@@ -59,11 +59,11 @@ class _Shard:
 
     @property
     def num_outputs(self) -> NDArray[np.int64]:
-        """int64[texts], the tokens of each output."""
+        """int64[texts], the number of tokens in each output."""
         return self.starts[1:] - self.starts[:-1] - self.num_prompts
 
     def example(self, number: int) -> Example:
-        """Return a text, with its states from the file."""
+        """Return a text, and read its states from the file."""
         own = slice(int(self.starts[number]), int(self.starts[number + 1]))
         with _unbroken():
             states = self.file.get_slice("states")[own]
@@ -72,17 +72,18 @@ class _Shard:
 
 
 class TaughtStore:
-    """Recorded texts in the files of a directory, each written as a whole.
+    """Recorded texts in the files of a directory; each file is written atomically.
 
-    States are read from the files when they are asked for, so that they need not fit in memory.
+    States are read from the files on demand, so they need not fit in memory.
 
     Args:
-        directory: made if it is not there.
-        stamp: what the states are of (model, numbers of states); files of another are refused.
+        directory: directory of the files; it is made if it does not exist.
+        stamp: model, numbers of states and options of the recording; files with another stamp are
+            refused.
 
     Raises:
-        TrainingError: the directory holds what another model or other options recorded, or cannot
-            be written.
+        TrainingError: the directory holds recordings of another model or with other options, or it
+            cannot be written.
     """
 
     def __init__(self, directory: Path, stamp: Mapping[str, Any]) -> None:
@@ -99,38 +100,38 @@ class TaughtStore:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all outputs."""
+        """Number of tokens in all outputs."""
         return sum(int(shard.num_outputs.sum()) for shard in self._shards)
 
     @property
     def num_own_tokens(self) -> int:
-        """Those that the target wrote."""
+        """Number of tokens in the outputs that the target wrote."""
         return sum(int(shard.num_outputs[shard.is_own].sum()) for shard in self._shards)
 
     @property
     def num_shards(self) -> int:
-        """Files: one for each time that texts were added."""
+        """Number of files, one for each call of `add`."""
         return len(self._shards)
 
     @property
     def num_read(self) -> int:
-        """Those of texts that were read, and not written by the target when asked."""
+        """Number of files with outputs that the target only read, and did not write in training."""
         return sum(not shard.was_asked.any() for shard in self._shards)
 
     @property
     def seconds(self) -> float:
-        """What recording all of them took."""
+        """Seconds that recording all texts took."""
         return sum(shard.seconds for shard in self._shards)
 
     def add(self, taught: Sequence[Example], seconds: float = 0.0) -> None:
-        """Write texts to a file of their own.
+        """Write texts to a new file.
 
         Args:
             taught: the texts.
-            seconds: that recording them took.
+            seconds: seconds that recording them took.
 
         Raises:
-            TrainingError: they cannot be written; what was recorded before stays.
+            TrainingError: the file cannot be written; earlier recordings stay.
         """
         if not taught:
             return
@@ -147,7 +148,7 @@ class TaughtStore:
         self._shards.append(self._opened(path))
 
     def lengths(self) -> NDArray[np.int64]:
-        """Return int64[texts], the tokens of each."""
+        """Return int64[texts], the number of tokens in each text."""
         if not self._shards:
             return np.zeros(0, np.int64)
         return np.concatenate([np.diff(shard.starts) for shard in self._shards])
@@ -160,7 +161,7 @@ class TaughtStore:
         raise IndexError(number)
 
     def token_counts(self, vocabulary_size: int) -> NDArray[np.int64]:
-        """Return int64[vocabulary], how often each token is in an output."""
+        """Return int64[vocabulary], the number of times that each token occurs in outputs."""
         counts = np.zeros(vocabulary_size, np.int64)
         for shard in self._shards:
             is_output = np.ones(len(shard.tokens), np.bool_)
@@ -181,14 +182,14 @@ class TaughtStore:
                 seconds = float(metadata.get(_SECONDS, 0.0))
         except (OSError, ValueError, SafetensorError) as error:
             raise TrainingError(
-                f"{path} cannot be read ({reason_of(error)}): remove it and all after it, and run "
-                "the same command again"
+                f"{path} cannot be read ({reason_of(error)}): remove it and all later files, and "
+                "run the same command again"
             ) from error
         if metadata.get(_STAMP) != self._stamp:
             raise TrainingError(
                 f"{self._directory} was recorded with another "
                 f"{_difference(metadata.get(_STAMP), self._stamp)}: remove it, or train with the "
-                "model, texts and options that it was recorded with"
+                "same model, texts and options as before"
             )
         return _Shard(file=file, seconds=seconds, **arrays)
 
@@ -199,10 +200,10 @@ _ARRAYS: Final = ("tokens", "starts", "num_prompts", "is_own", "was_asked")
 def write_tensors(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 ) -> None:
-    """Write a file of tensors as a whole, or leave what was there.
+    """Write a file of tensors atomically: on an error, the old file stays.
 
     Raises:
-        TrainingError: the disk refuses.
+        TrainingError: the file cannot be written.
     """
     partial = path.with_suffix(".partial")
     with _unbroken(), _telling(path.parent):
@@ -212,9 +213,9 @@ def write_tensors(
 
 @contextmanager
 def _unbroken() -> Iterator[None]:
-    """Put Ctrl-C off until the block has ended: files of tensors turn it into other errors."""
+    """Delay Ctrl-C until the block has ended; within safetensors it would become another error."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # is not interrupted
+        yield  # Ctrl-C interrupts only the main thread
         return
     pressed: list[tuple[int, FrameType | None]] = []
     before = signal.signal(signal.SIGINT, lambda *told: pressed.append(told))
@@ -228,27 +229,27 @@ def _unbroken() -> Iterator[None]:
 
 @contextmanager
 def _telling(directory: Path) -> Iterator[None]:
-    """Translate what a disk refuses in the block.
+    """Translate write errors in the block.
 
     Raises:
-        TrainingError: it does.
+        TrainingError: the directory cannot be written.
     """
     try:
         yield
     except (OSError, SafetensorError) as error:
         raise TrainingError(
             f"{directory} cannot be written ({reason_of(error)}): make room there, and run the "
-            "same command again; what was recorded before is kept"
+            "same command again; earlier recordings are reused"
         ) from error
 
 
 def _difference(stamp: str | None, wanted: str) -> str:
-    """Return the names of what differs between two stamps."""
+    """Return the names of the fields that differ between two stamps."""
     found, own = json.loads(stamp or "{}"), json.loads(wanted)
     return " and ".join(name for name in own if found.get(name) != own[name]) or "stamp"
 
 
 def _padded(taught: Example) -> torch.Tensor:
-    """Return bfloat16[n, F]: where the last token was not read, zeros stand for its states."""
+    """Return bfloat16[n, F], the states, with zeros for a last token that was not read."""
     missing = len(taught.tokens) - len(taught.states)
     return torch.nn.functional.pad(taught.states, (0, 0, 0, missing))

@@ -1,7 +1,7 @@
-"""The target as a teacher: it answers prompts many at a time, and its states are kept.
+"""The target as a teacher: it answers many prompts at a time, and its states are recorded.
 
-Answers come from the decoding loop that serves many sequences, without drafts: in a drafter's place
-stands what keeps the states that the loop hands to drafters.
+The decoding loop for many sequences writes the answers, without drafts. In place of a drafter, it
+gets a recorder of the states that it passes to drafters.
 """
 
 from collections.abc import Sequence
@@ -28,11 +28,11 @@ from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
 
 BATCH: Final = 64
-"""Sequences that are answered or read side by side: weights are read once for all of them."""
+"""Sequences that are answered or read together: a pass reads the weights once for all of them."""
 
 _LEAST_BUSY: Final = 0.35
-"""Share of prompts that are still being answered below which all end: a pass over few sequences
-takes as long as one over many, and the answers that are cut are as good to learn from."""
+"""Share of unfinished answers in a batch below which all of them are cut. A pass over few sequences
+takes as long as a pass over many, and cut answers are equally good for training."""
 
 
 class Teacher:
@@ -40,24 +40,26 @@ class Teacher:
 
     Args:
         language_model: the target.
-        states: numbers of the states to keep, see `decoder.model.states`.
+        states: numbers of the states to record; see `decoder.model.states`.
 
     Raises:
-        UnsupportedModelError: the model's layers cannot be found, or it takes no masks.
+        UnsupportedModelError: the model's layers cannot be found, or it cannot verify trees.
     """
 
     def __init__(self, language_model: LanguageModel, states: Sequence[int]) -> None:
         target = Target(language_model.model, states=states, prefix_bytes=0)
         if target.capability is not Capability.TREES:
-            raise UnsupportedModelError(f"{language_model.name} cannot teach: {target.reason}")
+            raise UnsupportedModelError(
+                f"{language_model.name} cannot be trained for: {target.reason}"
+            )
         self._target, self._recorder = target, _Recorder(states)
         self._name, self._stop_ids = language_model.name, language_model.stop_ids
 
     def read(self, lessons: Sequence[Lesson]) -> list[Example]:
-        """Read prompts with their recorded outputs, of two tokens together at least.
+        """Read prompts with their recorded outputs; together they must have two tokens or more.
 
         Raises:
-            TrainingError: the target's states are no finite numbers.
+            TrainingError: the target's states are not finite.
         """
         texts = [np.concatenate([each.prompt, each.output]).astype(np.int32) for each in lessons]
         read = self._decoded([Request(text[:-1], 1, FORGOTTEN) for text in texts])
@@ -73,16 +75,16 @@ class Teacher:
         temperature: float = 0.0,
         seed: int = 0,
     ) -> list[Example]:
-        """Answer prompts side by side; once few are left, those are cut.
+        """Answer prompts together; when only a few answers are unfinished, these are cut.
 
         Args:
             prompts: int32[n] each, shorter than the model's limit.
-            max_new_tokens: of each answer, if the model's limit leaves room for them.
-            temperature: 0 answers greedily.
-            seed: of random numbers.
+            max_new_tokens: most tokens of each answer, unless the model's limit is reached first.
+            temperature: temperature of sampling; 0 answers greedily.
+            seed: seed of the random numbers.
 
         Raises:
-            TrainingError: the target's states are no finite numbers.
+            TrainingError: the target's states are not finite.
         """
         rule = accept_rule(SamplingSettings(temperature, seed=seed))
         requests = [Request(prompt, max_new_tokens, FORGOTTEN) for prompt in prompts]
@@ -98,8 +100,8 @@ class Teacher:
         rule: AcceptRule = accept_greedy,
         least_busy: float = 0.0,
     ) -> list[Generation]:
-        """Decode until fewer than so many are left, and return all in order."""
-        decoder = Decoder(  # a new one numbers its sequences from 0, which draws depend on
+        """Decode until fewer than `least_busy` sequences are unfinished; return all in order."""
+        decoder = Decoder(  # a new one numbers its sequences from 0; samples depend on the number
             self._target, self._recorder, FixedBudget(0), rule, self._stop_ids
         )
         begun: dict[int, Generation] = {}
@@ -115,23 +117,23 @@ class Teacher:
         return [begun[number] for number in range(len(requests))]
 
     def _states(self, generation: Generation) -> torch.Tensor:
-        """Return bfloat16[n - 1, F], the states at all tokens but the last, on the CPU.
+        """Return bfloat16[n - 1, F], the states at all tokens except the last, on the CPU.
 
         Raises:
-            TrainingError: some are no finite numbers.
+            TrainingError: some states are not finite.
         """
         drafter: Any = generation.drafter
         states: torch.Tensor = drafter.taken()
         if not bool(torch.isfinite(states).all()):
             raise TrainingError(
-                f"{self._name} computes states that are no finite numbers, from which nothing can "
-                "be learned: load it in another --precision, or check its weights"
+                f"{self._name} computes states that are not finite, which no head can be trained "
+                "on: load it with another --precision, or check its weights"
             )
         return states
 
 
 class _Recorder(NoDrafter):
-    """In a drafter's place: keeps the states of sequences; see `FollowingDrafter`."""
+    """A recorder of states that takes the place of a drafter; see `FollowingDrafter`."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self._numbers = tuple(numbers)
@@ -144,11 +146,11 @@ class _Recorder(NoDrafter):
         return [DraftTree.empty() for _ in asked]
 
     def ask_ahead(self, asked: Sequence[Any], busy_s: float) -> None:
-        """Answer for nothing ahead: it drafts nothing."""
+        """Do nothing: it has no drafts to prepare."""
 
 
 class _Recording:
-    """The states of one sequence; see `SequenceDrafter`."""
+    """The recorded states of one sequence; see `SequenceDrafter`."""
 
     num_failures = 0
 
@@ -166,5 +168,5 @@ class _Recording:
         pass
 
     def taken(self) -> torch.Tensor:
-        """Return bfloat16[n, F], side by side in the order of their numbers."""
+        """Return bfloat16[n, F], the states, concatenated in the order of their numbers."""
         return torch.cat(self._rows).to("cpu", torch.bfloat16)

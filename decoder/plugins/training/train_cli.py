@@ -1,6 +1,6 @@
-"""The command `train`: its options, and what they say.
+"""The command `train`: its options and their help.
 
-What it does is imported when it does it, so that its help comes at once.
+The work itself is imported only when the command runs, so `--help` answers at once.
 """
 
 from decoder.commands import run
@@ -18,24 +18,25 @@ def run_train(
     compared: GainSettings,
     as_json: AsJson = False,
 ) -> None:
-    """Have a model teach a speculator: a small head that drafts from the model's own states.
+    """Train a speculator: a small head that drafts from the model's own states.
 
-    The model answers the prompts itself and its states are recorded; then a
-    head of EAGLE-3's layout is trained on them, and judged on prompts that it
-    was not taught: what it predicts, what it adds to fused drafts, and what a
-    draft costs. Draft with it by --speculator.
+    The model answers the prompts itself, and its states are recorded. Then a
+    head in the layout of EAGLE-3 is trained on these states. It is evaluated
+    on held-out prompts: how often it predicts a token, how much it adds to
+    fused drafts, and how long a draft takes. Use the head with --speculator.
 
-    It drafts for this model and its revision alone, and best for texts like
-    those that it was taught. An interrupted training goes on where it was.
+    The head drafts only for this revision of this model, and best for texts
+    like its training texts. Run the same command to resume an interrupted
+    training.
     """
     from decoder.plugins.training.train_command import teach  # noqa: PLC0415  (loads torch)
 
     teach(chosen, texts, given, compared, as_json=as_json)
 
 
-app = command_line("The command `train`: its options, and what they say.", {"train": run_train})
+app = command_line("The command `train`: its options and their help.", {"train": run_train})
 
 
 def main() -> None:
-    """Run the command line; errors are printed in one line."""
+    """Run the command line and print errors in one line."""
     run(app)

@@ -1,4 +1,4 @@
-"""The command that has a model teach a speculator."""
+"""The command that trains a speculator."""
 
 import json
 from collections.abc import Sequence
@@ -32,27 +32,27 @@ from retriever.errors import StateError
 from retriever.log.generations_log import GenerationsLog
 
 _MAX_TEXT_TOKENS = 512
-"""Of a prompt, and of an output: more texts teach more than longer ones."""
+"""Most tokens of a prompt, and of an output: more texts train better than longer texts."""
 
 _NO_PROMPTS = (
-    "what the head adds to fused drafts was not measured: the {} held-out outputs were kept "
-    "without their prompts; add --from with prompts like yours"
+    "the gain in fused drafts was not measured: the {} held-out outputs were stored without "
+    "their prompts; add prompts like yours with --from"
 )
 
 _ABOUT_GAINS = (
-    "without: retrieval and recycled logits; 90%: interval by bootstrap over prompts; draft: "
-    "median, with the head asked at every pass"
+    "without: retrieval and recycled logits; 90%: bootstrap interval over prompts; draft: "
+    "median time, with the head used at every pass"
 )
 
-_INTERRUPTED = "interrupted: the same command goes on where it was"
+_INTERRUPTED = "interrupted: run the same command to resume"
 
 
 def _check(compared: GainSettings, vocabulary: Vocabulary | None = None) -> None:
     """Open the indexes once, so that errors in them show before an hour of training.
 
     Raises:
-        ContradictoryOptionsError: there are indexes, and nothing to draft from them for.
-        IndexerError: one cannot be opened or was built for another tokenizer.
+        ContradictoryOptionsError: there are indexes, but no comparison that would use them.
+        IndexerError: an index cannot be opened or was built for another tokenizer.
     """
     useless = compared.index and not compared.gain
     refuse_contradictions((useless, "--index has no effect with --no-gain: leave one out"))
@@ -62,12 +62,12 @@ def _check(compared: GainSettings, vocabulary: Vocabulary | None = None) -> None
 def _lessons(
     texts: TaughtTexts, language_model: LanguageModel, tally: RecordingTally
 ) -> list[Lesson]:
-    """Read what is taught.
+    """Read the training examples.
 
     Raises:
         TeachingTextError: a file cannot be read.
         StateError: the state directory cannot be used.
-        VocabularyMismatchError: it holds outputs of another tokenizer.
+        VocabularyMismatchError: the state directory holds outputs of another tokenizer.
     """
     most = _most_tokens(language_model)
     found = list(read_lessons(texts.from_, language_model, tally, most))
@@ -78,20 +78,20 @@ def _lessons(
 
 
 def _most_tokens(language_model: LanguageModel) -> int:
-    """Return the tokens of a prompt, and of an output, that the model has room for."""
+    """Return the most tokens of a prompt, and of an output, that the model has room for."""
     limit = position_limit(language_model.model.config)
     return _MAX_TEXT_TOKENS if limit is None else min(_MAX_TEXT_TOKENS, limit // 2)
 
 
 def _outputs_of(state: Path, tenant: str, language_model: LanguageModel) -> list[TokenIds]:
-    """Return the outputs that a service kept of a tenant.
+    """Return the outputs of a tenant that a service stored.
 
     Raises:
         StateError: the directory is missing, in use or damaged.
-        VocabularyMismatchError: it holds outputs of another tokenizer.
+        VocabularyMismatchError: the directory holds outputs of another tokenizer.
     """
     if not state.is_dir():
-        raise StateError(f"there is no state directory {state}: name a service's --state")
+        raise StateError(f"there is no state directory {state}: give the --state of a service")
     log = GenerationsLog(state, language_model.vocabulary.fingerprint)
     try:
         return [output.tokens for output in log.load(tenant).outputs]
@@ -108,7 +108,7 @@ def teach(
     *,
     as_json: bool,
 ) -> None:
-    """Have a model teach a speculator; see `foredraft train --help`."""
+    """Train a speculator; see `foredraft train --help`."""
     texts.check()
     _check(compared)
     prepared = prepare_model(chosen.options(PromptSettings(), compared.index))
@@ -133,7 +133,7 @@ def teach(
         typer.echo(json.dumps(_report(outcome, gains, given.output), indent=2))
     else:
         _print_gains(gains, outcome)
-        typer.echo(f"draft with it: foredraft generate --speculator {given.output}")
+        typer.echo(f"to use it: foredraft generate --speculator {given.output}")
 
 
 def _gains(
@@ -143,9 +143,9 @@ def _gains(
     compared: GainSettings,
     watcher: Watcher,
 ) -> list[FusedGain] | None:
-    """Return what a head adds to fused drafts; `None` where that is not asked for.
+    """Return the gains of a head in fused drafts; `None` if they were not requested.
 
-    Nothing is in the list where no held-out prompt is known, as with outputs of a service.
+    The list is empty if there are no held-out prompts, as with outputs of a service.
     """
     if not compared.gain:
         return None
@@ -163,7 +163,7 @@ def _gains(
 
 
 def _report(outcome: CourseOutcome, gains: list[FusedGain] | None, output: Path) -> dict[str, Any]:
-    """Return all figures as plain values; `fused` is `None` where that was not asked for."""
+    """Return all figures as plain values; `fused` is `None` if gains were not requested."""
     fused = None if gains is None else [each.report() for each in gains]
     return {"head": str(output), **outcome.report(), "fused": fused}
 
@@ -172,13 +172,13 @@ def _print(outcome: CourseOutcome) -> None:
     for table in _tables(outcome):
         print_table(table)
     typer.echo(
-        f"{outcome.num_taught:,} tokens were taught, {outcome.num_own:,} of them the model's own; "
-        f"{len(outcome.judging)} prompts judged"
+        f"{outcome.num_taught:,} tokens of training text, {outcome.num_own:,} of them written by "
+        f"the model; {len(outcome.judging)} held-out prompts"
     )
 
 
 def _tables(outcome: CourseOutcome) -> Sequence[Table]:
-    """Return how often tokens of held-out answers were predicted, by depth."""
+    """Return a table of the shares of held-out tokens that were predicted, by depth."""
     table = Table(title="held-out tokens predicted", box=SIMPLE_HEAD)
     table.add_column("depth")
     for rank in RANKS:
@@ -191,7 +191,7 @@ def _tables(outcome: CourseOutcome) -> Sequence[Table]:
 
 
 def _print_gains(gains: list[FusedGain] | None, outcome: CourseOutcome) -> None:
-    """Print what the head adds to fused drafts, and what its drafts cost."""
+    """Print the gains of the head in fused drafts, and the cost of its drafts."""
     if gains is None:
         return
     if not gains:

@@ -1,1 +1,1 @@
-"""Drafts inside vLLM; see docs/how-to/engines.md."""
+"""Drafts in vLLM; see docs/how-to/engines.md."""

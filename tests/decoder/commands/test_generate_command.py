@@ -294,7 +294,7 @@ def test_traces_are_written_and_shown(
     assert capsys.readouterr().err.startswith("error: cannot read ")
     (tmp_path / "empty").touch()
     assert run(monkeypatch, "trace", str(tmp_path / "empty")) == 1
-    assert "empty holds no pass" in capsys.readouterr().err
+    assert "empty has no pass" in capsys.readouterr().err
 
 
 @TRACES

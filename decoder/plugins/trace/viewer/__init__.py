@@ -1,1 +1,1 @@
-"""The page that shows a trace: text by source, the tree of each pass, and what was in vain."""
+"""The page that shows a trace: text by source, the tree of each pass, and rejected drafts."""

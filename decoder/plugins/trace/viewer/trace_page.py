@@ -1,4 +1,4 @@
-"""A trace as one page that needs nothing else: no network and no other file."""
+"""A trace as a single self-contained page that needs no network and no other file."""
 
 import json
 import re
@@ -19,12 +19,12 @@ from indexer.errors import reason_of
 from indexer.reader import Index
 from retriever.operations.design import colours, hash_of, style_of
 
-_WHOLE: Final = 10_000  # probabilities travel as shares of it: four digits, as in a trace
-_UNKNOWN: Final = "unspecified"  # the class of sources that this version does not know
+_WHOLE: Final = 10_000  # a probability of 1 in the page's data: four digits, as in a trace
+_UNKNOWN: Final = "unspecified"  # CSS class of sources that this version does not know
 
 
 class _Numbers:
-    """Gives each value a number, in the order of their first use."""
+    """Numbers values in the order of their first use."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
@@ -38,12 +38,12 @@ class _Numbers:
         return [self.of(value) for value in values]
 
     def values(self) -> list[Any]:
-        """Return all values; each stands at its number."""
+        """Return all values; the index of each is its number."""
         return list(self._numbers)
 
 
 class _Collected:
-    """What the page's script is given: passes as columns, and tables of what they repeat."""
+    """The data of the page's script: passes as columns, and tables of repeated values."""
 
     def __init__(self) -> None:
         self._texts, self._sources, self._documents = _Numbers(), _Numbers(), _Numbers()
@@ -87,7 +87,7 @@ class _Collected:
         )
 
     def told(self, title: str, note: str) -> dict[str, Any]:
-        """Return all of it as plain values."""
+        """Return all data as plain values."""
         known = colours()
         return {
             "title": title,
@@ -109,13 +109,13 @@ class _Collected:
 def page_of(steps: Iterable[TracedStep], title: str, note: str = "") -> str:
     """Return a trace as HTML.
 
-    What models and documents say is data in it, never markup or script: the page's policy allows
-    its own script and style alone, by their hashes.
+    Text of models and documents is only data in the page, never markup or script. The page's
+    security policy allows only its own script and style, by their hashes.
 
     Args:
         steps: the passes, at least one.
-        title: the heading.
-        note: what is to be known of the trace, as where it was cut.
+        title: heading of the page.
+        note: note about the trace, for example where it was cut.
     """
     collected = _Collected()
     for step in steps:
@@ -147,10 +147,10 @@ def write_page(path: Path, steps: Iterable[TracedStep], title: str, note: str = 
 
 
 def check_written(trace: Path | None, page: Path | None) -> None:
-    """Refuse files that could not be written, before a model is loaded.
+    """Refuse files that cannot be written, before a model is loaded.
 
     Raises:
-        TraceFileError: one could not; the message says why.
+        TraceFileError: a file cannot be written; the message says why.
     """
     if trace is not None:
         check_trace(trace)
@@ -165,16 +165,16 @@ def written_passes(
     tokenizer: PreTrainedTokenizerBase,
     indexes: Sequence[Path],
 ) -> Iterator[TraceWriter | None]:
-    """Write the passes of the block to a trace, a page, or both; without either, give `None`.
+    """Write the passes of the block to a trace, a page, or both; with neither, yield `None`.
 
-    The page is written at the end, also where an error ends the block; then standard error names
-    what was written.
+    The page is written at the end, even if an error ends the block. Then standard error names the
+    written files.
 
     Args:
-        trace: where the trace goes, if wanted.
-        page: where the page goes, if wanted.
-        tokenizer: tells the text of tokens.
-        indexes: that are drafted from, in which documents are looked up.
+        trace: path of the trace, if wanted.
+        page: path of the page, if wanted.
+        tokenizer: decodes tokens to text.
+        indexes: indexes that drafts come from; documents are looked up in them.
 
     Raises:
         TraceFileError: a file cannot be written.
@@ -201,7 +201,7 @@ def written_passes(
 
 
 def _embeddable(values: Any) -> str:
-    """Return JSON that no text in it can leave: HTML ends a script at the first `</`."""
+    """Return JSON that is safe inside a script element, which HTML ends at the first `</`."""
     text = json.dumps(values, separators=(",", ":"), allow_nan=False)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")

@@ -1,4 +1,4 @@
-"""Which documents of an index hold the nodes of a draft, for traces."""
+"""The documents of an index that contain the nodes of a draft, for traces."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,18 +8,18 @@ from indexer.reader import Index
 from retriever.predict.provenance import count_and_locate, find_ngram
 from retriever.tree import ROOT, DocumentOccurrence, DraftTree, Source
 
-_MAX_DOCUMENTS: Final = 3  # for each node: enough to judge by, and a trace stays readable
+_MAX_DOCUMENTS: Final = 3  # for each node; more would make a trace hard to read
 _FROM_INDEXES: Final = frozenset({Source.CORPUS, Source.PHRASES})
 
 
 @dataclass(frozen=True, slots=True)
 class TracedEvidence:
-    """Where an index holds a node's token behind the same tokens.
+    """Where an index contains a node's token after the same preceding tokens.
 
     Attributes:
-        node: the node's number in its tree.
-        match_length: tokens before it, in the context and on its path, that are the same there.
-        count: how often the index holds it behind them.
+        node: number of the node in its tree.
+        match_length: number of matching tokens before the node, from its path and the context.
+        count: number of times that the index contains the token after them.
         documents: some of the documents, with licence and position.
     """
 
@@ -30,10 +30,10 @@ class TracedEvidence:
 
     @classmethod
     def parsed(cls, fields: dict[str, Any]) -> Self:
-        """Take over what a line says of a node.
+        """Return the evidence from the fields of a line.
 
         Raises:
-            ValueError, KeyError, TypeError, OverflowError: it is no evidence.
+            ValueError, KeyError, TypeError, OverflowError: the fields are not valid evidence.
         """
         return cls(
             int(fields["node"]),
@@ -52,17 +52,17 @@ class TracedEvidence:
 
 
 class DocumentFinder:
-    """Finds nodes of drafts in indexes, by the longest match before each.
+    """Finds the nodes of drafts in indexes, by the longest match before each node.
 
-    It looks into the indexes after the draft was made, so it says where a token stands, whatever
-    the weights of the draft's own evidence were. A node takes about a tenth of a millisecond.
+    It searches the indexes after the draft was made. So it says where a token occurs, regardless of
+    the weight that this occurrence had in the draft. A node takes about a tenth of a millisecond.
 
     Args:
-        indexes: open ones that are drafted from.
+        indexes: the open indexes that drafts come from.
     """
 
     MAX_MATCH: ClassVar[int] = 16
-    """Tokens of the context that a match has at most."""
+    """Most tokens of the context in a match."""
 
     def __init__(self, indexes: Sequence[Index]) -> None:
         self._indexes = indexes
@@ -71,7 +71,7 @@ class DocumentFinder:
         """Return the evidence for the nodes of a tree that came from an index, in order.
 
         Args:
-            context: token ids before the tree, of which the last `MAX_MATCH` count.
+            context: token ids before the tree; only the last `MAX_MATCH` are used.
             tree: the verified nodes.
 
         Raises:
@@ -92,7 +92,7 @@ class DocumentFinder:
         return found
 
     def _longest(self, before: list[int], path: list[int], most: int) -> int:
-        """Return how many tokens of the context an index holds before a path, at most `most`."""
+        """Return the most context tokens, up to `most`, that some index contains before a path."""
         least = 0
         while least < most:
             middle = (least + most + 1) // 2
@@ -110,7 +110,7 @@ class DocumentFinder:
     def _located(
         self, node: int, before: list[int], path: list[int], matched: int
     ) -> list[TracedEvidence]:
-        """Return a node's evidence; none where nothing matches before it."""
+        """Return the evidence for a node; empty if no token before it matches."""
         match_length = matched + len(path) - 1
         if match_length == 0:
             return []

@@ -141,9 +141,9 @@ def test_the_table_tells_where_time_goes(language_model: LanguageModel) -> None:
     warm, prompts = [Prompt("c", "cde")], [Prompt("a", "abc")]
     report = measured(language_model, names=DEFAULT, prompts=prompts, warm=warm)
     table = table_of(report)
-    assert "a plain one" in str(table.caption)
+    assert "plain step: " in str(table.caption)
     assert "undrafted: our own loop" in str(table.caption)
-    assert "warmed with 1 prompt, " in str(table.caption)
+    assert "warm-up: 1 prompt, " in str(table.caption)
     assert report["overall"]["foredraft"]["widths"]
 
 
@@ -449,8 +449,8 @@ def test_the_second_turn_is_asked_behind_the_plain_answer(
         (9, TWO_NODES, 1, [3], "8 nodes, temperature 0.5, seed 1 (2 of 2)", 0, False),
         (12, TWO_NODES, 1, [3], "8 nodes, temperature 0.5, seed 1 (2 of 2)", 0, False),
         (16, TWO_NODES, 1, [3, 2], "8 nodes, temperature 0.5, seed 1 (2 of 2)", 2, True),
-        (7, [Setting()], 2, [2], "as many nodes as pay, round 1 of 2", 2, True),
-        (16, [Setting()], 2, [3], "as many nodes as pay, round 2 of 2", 2, False),
+        (7, [Setting()], 2, [2], "as many nodes as pay off, round 1 of 2", 2, True),
+        (16, [Setting()], 2, [3], "as many nodes as pay off, round 2 of 2", 2, False),
     ],
 )
 def test_an_interruption_leaves_what_was_measured(  # noqa: PLR0913, PLR0917  parameters
@@ -597,7 +597,7 @@ def test_an_interruption_leaves_whole_groups(rounded: LanguageModel) -> None:
     report = report_of(benchmark, is_interrupted=True)
     (width,) = report["settings"][0]["widths"]
     assert (width["num_groups"], width["num_prompts"]) == (2, 4)
-    where = "as many nodes as pay, 2 in parallel (1 of 2)"
+    where = "as many nodes as pay off, 2 in parallel (1 of 2)"
     told = {"where": where, "unit": "group", "done": 2, "of": 4, "counted": True}
     assert report["interrupted_at"] == told
     assert report["exactness"] is None

@@ -197,7 +197,7 @@ def test_a_signal_ends_the_command_with_a_report(
     assert bench(monkeypatch, *small, *(["--json"] if is_json else [])) == status
     check()
     said = capsys.readouterr()
-    where = "as many nodes as pay"
+    where = "as many nodes as pay off"
     if is_json:
         report = json.loads(said.out)
         assert report["overall"]["num_prompts"] == 1
@@ -206,7 +206,7 @@ def test_a_signal_ends_the_command_with_a_report(
     else:
         words = " ".join(said.out.split())
         assert f"interrupted: {where}, 1 of 2 prompts" in words
-        assert "a plain one" in words
+        assert "plain step: " in words
     # Standard error is no terminal here: progress is lines.
     assert f"{where}, measuring, 0%, 0 of 2 prompts\n" in said.err
     assert f"{where}, measuring, 50%, 1 of 2 prompts, foredraft " in said.err
@@ -228,11 +228,16 @@ def test_the_tables_of_contenders_are_laid_out_as_papers_have_them(
     options = ["--contender", FOREDRAFT, "--contender", "undrafted", "--over", "prompt-lookup"]
     assert bench(monkeypatch, *small, *options) == 0
     shown = capsys.readouterr().out
-    for part in ("as many nodes as pay; 2 prompts", "speed-up over", "accepted tokens,", "poems"):
+    for part in (
+        "as many nodes as pay off; 2 prompts",
+        "speed-up over",
+        "accepted tokens,",
+        "poems",
+    ):
         assert part in shown
     assert "over undrafted" in shown
-    assert "over prompt-lookup, as many nodes as pay" in shown
-    assert "[]: 90% intervals by bootstrap" in shown
+    assert "over prompt-lookup, as many nodes as pay off" in shown
+    assert "[]: 90% bootstrap intervals" in shown
     assert "x plain" not in shown
 
 
@@ -308,14 +313,14 @@ def test_a_wrong_output_fails_the_command(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--contender", "eagle"], "--contender eagle: there is no contender of this name"),
+        (["--contender", "eagle"], "--contender eagle: there is no such contender"),
         (["--contender", "model"], "give it --draft-model"),
         (["--nodes", "300"], "--nodes must be 0 to 256"),
         (["--seed", "3"], "--seed has no effect at temperature 0"),
         (["--temperature", "-1"], "temperature must be 0"),
         (["--plot", "figure.pdf"], "a plot is drawn as .png or .svg"),
-        (["--state", "kept", "--nodes", "4", "--nodes", "8"], "--state and --server keep answers"),
-        (["--server", "127.0.0.1:1", "--repeat", "2"], "--state and --server keep answers"),
+        (["--state", "kept", "--nodes", "4", "--nodes", "8"], "--state and --server store answers"),
+        (["--server", "127.0.0.1:1", "--repeat", "2"], "--state and --server store answers"),
         (
             ["--server", "127.0.0.1:1", "--contender", "foredraft", "--over", "foredraft-tables"],
             "would show the answers of foredraft to foredraft-tables",
@@ -329,7 +334,7 @@ def test_a_wrong_output_fails_the_command(
         (["--parallel", "9"], "--parallel 9 needs as many prompts, but there are 6"),
         (
             ["--parallel", "2", "--parallel", "4", "--state", "kept"],
-            "--state and --server keep answers",
+            "--state and --server store answers",
         ),
         (["--parallel", "2", "--plot", "plot.pdf"], "--plot plot.pdf: a plot is drawn as"),
     ],

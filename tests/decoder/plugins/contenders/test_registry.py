@@ -169,7 +169,7 @@ def test_a_contender_without_its_means_is_refused_with_what_to_give(
 ) -> None:
     with pytest.raises(ContradictoryOptionsError, match=r"--contender model .* --draft-model"):
         Contest(language_model, ["model"], DraftOptions(), 4)
-    with pytest.raises(InvalidSettingsError, match=r"there is no contender of this name.* plain, "):
+    with pytest.raises(InvalidSettingsError, match=r"there is no such contender.* plain, "):
         chosen([FOREDRAFT, "nobody"])
 
 

@@ -67,7 +67,7 @@ def test_a_curve_goes_on_beyond_its_widest_pass_and_says_so() -> None:
     assert wider.seconds(15, 10) == 6.0 + 8 * 0.5
     assert wider.seconds(15, 20) == 9.0 + 8 * 1.0
     assert np.isclose(wider.seconds(3, 15), 4.5)
-    assert wider.assumptions == ("beyond 7 nodes, passes cost as between 3 and 7",)
+    assert wider.assumptions == ("beyond 7 nodes, extrapolated from passes of 3 and 7",)
 
 
 WIDTHS, SECONDS = [1, 2, 8], [0.02, 0.03, 0.05]

@@ -40,8 +40,8 @@ def test_it_answers_in_the_last_line_and_states_what_it_assumes(
         r"foredraft: at most ([\d.]+) times plain decoding with .*, for one sequence at a time "
         r"\(([\d.]+) times for 32 in a pass\), computed for 8b-h100 without the engine's "
         r"own time, not measured: "
-        r"`--model M` measures yours; \d+ outputs are few: more of them may tell otherwise; "
-        r"it won't help with poems \(",
+        r"`--model M` measures your model; \d+ outputs are few: more outputs may change the "
+        r"verdict; it won't help with poems \(",
         last,
     )
     assert said, last
@@ -79,10 +79,10 @@ def test_values_are_json_and_the_costs_are_those_of_a_file(
     ("arguments", "told"),
     [
         (["--costs", "a.json", "--model", "b"], "--model and --costs exclude each other"),
-        (["--model", "b", "--batch", "2"], "--batch is for --roofline"),
-        (["--roofline", "9b-abacus"], "there are 1b-h100, "),
-        (["--budget", "0"], "--budget is from 1 to 256"),
-        (["--budget", "257"], "--budget is from 1 to 256"),
+        (["--model", "b", "--batch", "2"], "--batch needs --roofline"),
+        (["--roofline", "9b-abacus"], "choose from 1b-h100, "),
+        (["--budget", "0"], "--budget must be from 1 to 256"),
+        (["--budget", "257"], "--budget must be from 1 to 256"),
         (["--costs", "none.json"], "none.json cannot be read"),
         (["--plot", "plot.pdf"], ".png or .svg"),
         (["--by", "tier"], "no such field"),
@@ -151,7 +151,7 @@ def test_no_more_is_read_of_a_log_than_is_replayed(
     assert run(monkeypatch, *arguments, "9") == 0
     out, err = capsys.readouterr()
     assert f"skipped: 2 not JSON (first: {path}:3; " in err
-    assert "- 3 outputs of 13 tokens; 1 have less than two: nothing to draft\n" in out
+    assert "- 3 outputs of 13 tokens; 1 have fewer than two: nothing to draft\n" in out
 
 
 def test_texts_are_read_by_the_tokenizer_of_the_index(

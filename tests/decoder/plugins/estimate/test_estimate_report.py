@@ -57,7 +57,7 @@ def test_a_gain_by_computed_passes_is_called_the_most_there_can_be() -> None:
     assert verdict(bound) == (
         "at most 2.0 times plain decoding with 16 nodes, for one sequence at a time (1.4 times for "
         "32 in a pass), computed for 8b-h100 without the engine's own time, not measured: "
-        "`--model M` measures yours"
+        "`--model M` measures your model"
     )
     values = as_json(bound)
     assert (values["is_bound"], values["crowded"]) == (True, {"batch": 32, "speedup": 1.44})
@@ -65,7 +65,7 @@ def test_a_gain_by_computed_passes_is_called_the_most_there_can_be() -> None:
 
 def test_the_verdict_tells_what_paying_drafts_come_to() -> None:
     made = estimate(outcome(OWN, 4, ("all", 60, 1.0)), outcome(OWN, PAYING, ("all", 40, 1.0)))
-    assert verdict(made).endswith("with drafts cut to what pays (5.0 nodes on average)")
+    assert verdict(made).endswith("with as many nodes as pay off (5.0 on average)")
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_tables_fit_a_terminal_and_values_are_json() -> None:
     assert values["speedup"] == pytest.approx(200 / 150)
     assert values["outcomes"][0]["kinds"]["b"]["speedup"] == 1
     assert {"all is flat", "the log is whole"} <= set(values["assumptions"])
-    assert any("drafting, in processor time" in line for line in assumptions(made))
+    assert any("drafting time (processor time" in line for line in assumptions(made))
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
@@ -147,4 +147,4 @@ def test_there_is_no_verdict_where_tokens_are_parts_of_characters() -> None:
     told = verdict(replace(made, fit=fit))
     assert told.startswith("no verdict: 50% of the tokens are parts of characters")
     few = verdict(replace(made, num_outputs=3))
-    assert few.endswith("; 3 outputs are few: more of them may tell otherwise")
+    assert few.endswith("; 3 outputs are few: more outputs may change the verdict")

@@ -411,7 +411,7 @@ def test_calls_are_drafted_for_as_they_state(
     ours = adapter.attach(
         llm, drafter, measure=False, recycle=False, vocabulary=vocabulary, tenants=["a", "b"]
     )
-    assert "chains, no trees: Llama has no `_lora_adapter`" in caplog.text
+    assert "chains, not trees: Llama has no `_lora_adapter`" in caplog.text
     caplog.clear()
     prompt = [5, 9, 13]
     truth = script(prompt, 100)

@@ -509,7 +509,7 @@ def test_an_engine_whose_loop_draws_by_itself_drafts_chains_and_says_so(
 
     monkeypatch.setattr(llm, "__class__", Later)
     attach(llm, Branching(known), measure=False)
-    assert "does not draw by Llama.sample" in caplog.text
+    assert "does not call Llama.sample" in caplog.text
     for prompt in PROMPTS:
         assert from_nothing(llm, prompt) == from_nothing(plain, prompt)
 
@@ -528,7 +528,7 @@ def test_where_no_context_of_several_sequences_is_made_the_first_one_comes_back(
 
     monkeypatch.setattr("llama_cpp.llama_cpp.llama_init_from_model", making)
     attach(llm, Branching(known), measure=False)
-    assert "no context for drafts as trees" in caplog.text
+    assert "cannot create a context for draft trees" in caplog.text
     for prompt in PROMPTS:
         assert from_nothing(llm, prompt) == from_nothing(plain, prompt)
 

@@ -169,7 +169,7 @@ def test_settings_refuse_what_is_no_head_before_a_model_loads(
         check_drafts(DraftOptions(speculator=tmp_path / "nowhere"))
     weights = head_folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
-    with pytest.raises(HeadFileError, match="no whole safetensors file"):
+    with pytest.raises(HeadFileError, match="not a complete safetensors file"):
         check_drafts(DraftOptions(speculator=head_folder))
     other = DraftOptions(speculator=official_eagle().write(tmp_path / "other"))
     check_drafts(other)

@@ -226,15 +226,15 @@ FOREIGN: dict[str, tuple[Published, str]] = {
     "missing stage": (without(MLP, "speculator.emb.2.weight"), r"lacks tensors .* emb\.2\.weight"),
     "unexpected": (
         Published(EAGLE.config, EAGLE.weights | {"gate.weight": torch.ones(3)}),
-        r"no head known here has \(gate\.weight\)",
+        r"no known head has \(gate\.weight\)",
     ),
     "another shape": (
         Published(EAGLE3.config | {"num_key_value_heads": 4}, EAGLE3.weights),
-        r"k_proj\.weight is \[16, 64\], and by config\.json it is \[32, 64\]",
+        r"k_proj\.weight is \[16, 64\], but config\.json requires \[32, 64\]",
     ),
     "Medusa": (
         Published(EAGLE.config, {"0.0.linear.weight": torch.ones(4, 4)}),
-        "of no layout known here .*EAGLE-3 and MLP speculators are read",
+        "layout of the tensors is unknown .*EAGLE-3 or MLP speculator",
     ),
     "P-EAGLE": (
         Published(SPECULATORS.config | {"speculators_model_type": "peagle"}, SPECULATORS.weights),
@@ -254,14 +254,14 @@ FOREIGN: dict[str, tuple[Published, str]] = {
         Published(
             SPECULATORS.config | {"eagle_aux_hidden_state_layer_ids": [0, 1]}, SPECULATORS.weights
         ),
-        "fc takes 96 features, and 2 states of 32 are 64",
+        "fc takes 96 features, but 2 states of 32 are 64",
     ),
-    "no sizes": (Published({}, EAGLE3.weights), "does not give hidden_size"),
+    "no sizes": (Published({}, EAGLE3.weights), "lacks hidden_size"),
     "no depths": (Published(MLP.config | {"n_predict": 0}, MLP.weights), "n_predict is 0"),
-    "no numbers": (spoilt(EAGLE3, "fc.weight", with_value(7, float("nan"))), "no finite numbers"),
-    "infinite": (spoilt(EAGLE, "fc.bias", with_value(0, float("inf"))), "no finite numbers"),
-    "beyond": (spoilt(EAGLE3, "d2t", with_value(17, 31)), "d2t leads out of the vocabulary"),
-    "below": (spoilt(EAGLE3, "d2t", with_value(0, -1)), "d2t leads out of the vocabulary"),
+    "no numbers": (spoilt(EAGLE3, "fc.weight", with_value(7, float("nan"))), "not finite"),
+    "infinite": (spoilt(EAGLE, "fc.bias", with_value(0, float("inf"))), "not finite"),
+    "beyond": (spoilt(EAGLE3, "d2t", with_value(17, 31)), "d2t points outside the vocabulary"),
+    "below": (spoilt(EAGLE3, "d2t", with_value(0, -1)), "d2t points outside the vocabulary"),
     "twice": (spoilt(EAGLE3, "d2t", with_value(0, 3)), "two columns for one token"),
     "maps": (spoilt(EAGLE3, "t2d", with_value(1, 1)), "d2t and t2d name different tokens"),
 }
@@ -282,14 +282,14 @@ OTHERS: dict[str, tuple[Published, dict[str, Any], type[Exception], str]] = {
         EAGLE3,
         {"hidden_size": 64},
         HeadMismatchError,
-        "reads states of size 32, and the model's is 64",
+        "reads states of size 32, but the model's is 64",
     ),
     "MLP": (MLP, {"hidden_size": 64}, HeadMismatchError, "reads states of size 32"),
     "vocabulary": (
         EAGLE,
         {"vocab_size": 50},
         HeadMismatchError,
-        "reads a vocabulary of 48, and the model's is 50",
+        "reads a vocabulary of 48, but the model's is 50",
     ),
     "layers": (
         Published(
@@ -298,14 +298,14 @@ OTHERS: dict[str, tuple[Published, dict[str, Any], type[Exception], str]] = {
         ),
         {},
         HeadMismatchError,
-        "takes state 27, and the model has 3 layers",
+        "reads state 27, but the model has 3 layers",
     ),
     "too few layers": (EAGLE3, {"num_layers": 1}, HeadMismatchError, "the model has 1 layers"),
     "architecture": (
         SPECULATORS,
         {"architecture": "Gemma3ForCausalLM"},
         HeadMismatchError,
-        "made for tiny/llama.*drafts for LlamaForCausalLM, and it is Gemma3ForCausalLM",
+        "made for tiny/llama.*drafts for LlamaForCausalLM, not for Gemma3ForCausalLM",
     ),
 }
 
@@ -328,7 +328,7 @@ def test_heads_trained_here_name_tokenizer_weights_and_revision(
         load_head(tmp_path / "head", replace(target, vocabulary=other))
     with pytest.raises(HeadMismatchError, match="trained with other weights"):
         load_head(tmp_path / "head", replace(target, weights="00"))
-    with pytest.raises(HeadMismatchError, match="for revision abc, and the model's is xyz"):
+    with pytest.raises(HeadMismatchError, match="for revision abc, but the model's is xyz"):
         load_head(tmp_path / "head", replace(target, revision="xyz"))
     # What a model does not say of itself is not held against a head.
     assert load_head(tmp_path / "head", replace(target, vocabulary=None, revision=None))
@@ -356,14 +356,14 @@ def test_files_that_cannot_be_trusted_or_read_are_refused(
     whole = weights.read_bytes()
     for size in (0, 5, 200, len(whole) - 1):
         weights.write_bytes(whole[:size])
-        refused(folder, "no whole safetensors file")
+        refused(folder, "not a complete safetensors file")
     weights.unlink()
     refused(folder, "holds no model.safetensors")
     torch.save(EAGLE3.weights, folder / "pytorch_model.bin")
-    refused(folder, "pickled weights can run code: only safetensors are.*save_file")
+    refused(folder, "pickled weights can run code, so only safetensors.*save_file")
     refused(folder / "pytorch_model.bin", "pickled weights can run code")
     weights.write_bytes(whole)
-    for content, message in ((b"{", "cannot be read"), (b"[]", "holds no settings")):
+    for content, message in ((b"{", "cannot be read"), (b"[]", "not a JSON object")):
         (folder / "config.json").write_bytes(content)
         refused(folder, message)
     (folder / "config.json").unlink()
@@ -395,7 +395,7 @@ def test_a_head_of_the_targets_own_output_layer_refuses_targets_that_change_logi
 ) -> None:
     model = tiny_llama(layers=3)
     model.config.logit_scale = 0.5
-    with pytest.raises(DecoderError, match="changes logits behind its output layer"):
+    with pytest.raises(DecoderError, match="changes logits after its output layer"):
         load_speculator(EAGLE.write(tmp_path), model)
 
 

@@ -160,7 +160,7 @@ def test_lack_of_memory_costs_a_draft_and_no_more(
 
     with monkeypatch.context() as failing:
         failing.setattr(EagleHead, "step", fail)
-        with pytest.raises(DrafterUnavailableError, match="memory did not suffice"):
+        with pytest.raises(DrafterUnavailableError, match="ran out of memory"):
             reading.reader.begin()
     assert reading.reader.begin() is None
     gap = len(reading.tokens) - 1
@@ -202,7 +202,7 @@ def test_a_cut_vocabulary_drafts_the_same_logits(
     rounding = rounding_of(made, model, int(some.tree.depths().max()))
     rounding.check(some.root, every.root[[3, 17, 40]])
     rounding.check(some.nodes, every.nodes[:, [3, 17, 40]])
-    with pytest.raises(VocabularyMismatchError, match="some of the model's 48"):
+    with pytest.raises(VocabularyMismatchError, match="of the model's 48"):
         load_speculator(folder, model, kept=np.array([48], np.int32))
 
 

@@ -126,10 +126,10 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, line: bytes) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"id": 1}', "trace:1 is no pass of a trace: it has no 'tree'$"),
+        (b'{"id": 1}', "trace:1 is not a pass of a trace: it has no 'tree'$"),
         (b'{"tree": {"tokens": []}}', "it has no 'texts'$"),
-        (b"[1]", "it is no JSON object$"),
-        (b"words", "nor any JSON$"),
+        (b"[1]", "it is not a JSON object$"),
+        (b"words", "it is not JSON$"),
         (b"\xff\xfe", "trace is not text in UTF-8$"),
     ],
 )

@@ -235,7 +235,7 @@ def test_too_little_that_was_recorded_is_refused(
 ) -> None:
     outputs = [Lesson(each, each[:2]) for each in prompts_of([5] * 40)]
     options = CourseOptions(minutes=0.1, max_new_tokens=1)
-    with pytest.raises(TeachingTextError, match="tokens are too little"):
+    with pytest.raises(TeachingTextError, match="tokens are too few"):
         Course(language_model, outputs, tmp_path / "head", options, silent).run([])
 
 
@@ -246,5 +246,5 @@ def test_a_target_whose_states_are_no_numbers_is_refused(
     with torch.no_grad():
         next(model.parameters())[:] = torch.nan
     broken = language_model_of(model, byte_tokenizer)
-    with pytest.raises(TrainingError, match="no finite numbers"):
+    with pytest.raises(TrainingError, match="not finite"):
         Course(broken, lessons_of(40), tmp_path / "head", OPTIONS, silent).run([])

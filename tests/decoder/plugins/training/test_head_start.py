@@ -253,7 +253,7 @@ def test_texts_without_places_are_refused(
 
 
 def test_a_target_of_other_layers_is_refused(byte_tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"another kind than Llama's.*--speculator"):
+    with pytest.raises(UnsupportedModelError, match=r"other layers than Llama.*--speculator"):
         head_config(language_model_of(tiny_gemma(), byte_tokenizer), 20)
 
 

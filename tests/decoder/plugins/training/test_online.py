@@ -225,7 +225,7 @@ def test_what_is_learned_is_drafted_from_and_kept(
         def is_learned() -> bool:  # the learner takes all that comes again as new
             if learning._learner._waiting.empty():  # or it would be left out
                 remembered.show_again()
-            return "predicts more and is drafted from" in caplog.text
+            return "has improved and is now in use" in caplog.text
 
         waits_until(is_learned)
         waits_until(lambda: not torch.equal(told_by(learning), before))
@@ -243,7 +243,7 @@ def test_what_is_learned_is_drafted_from_and_kept(
 def test_a_folder_learns_in_one_process_at_a_time(
     language_model: LanguageModel, learning: LearningSpeculator, head: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(HeadFileError, match="another process trains a head there"):
+    with pytest.raises(HeadFileError, match="another process is training a head there"):
         LearningSpeculator(head, tmp_path / "learned", language_model.model)
     learning.close()
     learning.close()
@@ -257,7 +257,7 @@ def test_a_learner_that_dies_is_told_and_drafting_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     started[0].kill()
-    waits_until(lambda: "the speculator learns no more" in caplog.text)
+    waits_until(lambda: "online training has stopped" in caplog.text)
     assert len(teach(language_model, learning, 3)) == 3
 
 
@@ -283,7 +283,7 @@ def test_a_head_that_the_learner_cannot_load_is_told(  # noqa: PLR0913, PLR0917 
     config.rename(head / "config.json")
     stand_in(monkeypatch, f"print({capsys.readouterr().out!r}, end='')")
     with LearningSpeculator(head, tmp_path / "learned", language_model.model):
-        waits_until(lambda: "the speculator learns no more" in caplog.text)
+        waits_until(lambda: "online training has stopped" in caplog.text)
     assert "config.json is missing" in caplog.text
 
 
@@ -354,7 +354,7 @@ def test_contradictions_are_refused(
         settings(online=tmp_path)
     with pytest.raises(ValueError, match="above 0"):
         LearningSpeculator(head, tmp_path / "x", language_model.model, share=0.0)
-    with pytest.raises(UnsupportedModelError, match="does not go on learning"):
+    with pytest.raises(UnsupportedModelError, match="cannot be trained online"):
         LearningSpeculator(
             official_eagle().write(tmp_path / "other"), tmp_path / "x", tiny_llama(layers=3)
         )

@@ -165,7 +165,7 @@ def test_states_that_are_no_numbers_are_refused(
         if asks
         else (lambda: teacher.read([Lesson(prompts_of([5])[0])]))
     )
-    with pytest.raises(TrainingError, match=r"tiny computes states that are no finite numbers"):
+    with pytest.raises(TrainingError, match=r"tiny computes states that are not finite"):
         act()
 
 

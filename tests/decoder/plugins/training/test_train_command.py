@@ -78,8 +78,8 @@ def test_a_head_is_trained_and_reported(  # noqa: PLR0913, PLR0917  fixtures
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "there is nothing to teach: give --from or --state"),
-        (("--from", "{texts}", "--tenant", "a"), "--tenant is for --state"),
+        ((), "there are no texts: give --from or --state"),
+        (("--from", "{texts}", "--tenant", "a"), "--tenant needs --state"),
         (("--state", "{missing}"), "there is no state directory"),
         (("--from", "{missing}"), "there is no such file"),
         (("--from", "{texts}", "--index", "{missing}"), "there is no index at"),
@@ -122,7 +122,7 @@ def test_a_head_of_outputs_alone_is_not_compared_and_that_is_said(
     of_state = ("--state", str(tmp_path / "state"))
     output = tmp_path / "head"
     assert train(monkeypatch, model_directory, output, *of_state) == 0
-    assert "held-out outputs were kept without their prompts" in capsys.readouterr().out
+    assert "held-out outputs were stored without their prompts" in capsys.readouterr().out
     assert train(monkeypatch, model_directory, output, *of_state, "--no-gain", "--json") == 0
     assert json.loads(capsys.readouterr().out)["fused"] is None
 
@@ -201,6 +201,6 @@ def test_ctrl_c_says_that_the_same_command_goes_on(
     errors = capsys.readouterr().err
     assert status == INTERRUPTED, errors
     assert "Traceback" not in errors
-    assert "interrupted: the same command goes on where it was" in errors.splitlines()
+    assert "interrupted: run the same command to resume" in errors.splitlines()
     assert list((tmp_path / "head.training").glob("*/*.safetensors"))
     assert not (tmp_path / "head").exists()

@@ -89,7 +89,7 @@ def test_copies_are_taught_once(
         Lesson(prompt, np.full(4, number, np.int32))
         for number, prompt in enumerate(prompts_of([8] * 40))
     ]
-    with pytest.raises(TeachingTextError, match="0 tokens are too little"):
+    with pytest.raises(TeachingTextError, match="0 tokens are too few"):
         course(byte_tokenizer, tmp_path / "head", lessons * 50).run([])
     assert len(read) == len(set(read)) > 30
     with pytest.raises(TeachingTextError, match="1 different prompts"):

@@ -77,8 +77,8 @@ def test_a_source_that_cannot_be_read_changes_nothing() -> None:
             "propose(\n            k,\n            sampled_token_ids,",
             "calls propose(k, sampled_token_ids",
         ),
-        ('"custom_class"', '"user_class"', "no call of `propose` for the method 'custom_class'"),
-        (".propose(", ".draft(", "no call of `propose`"),
+        ('"custom_class"', '"user_class"', "does not call `propose` for the method 'custom_class'"),
+        (".propose(", ".draft(", "does not call `propose`"),
     ],
 )
 def test_another_call_is_told_as_it_is(old: str, new: str, told: str) -> None:
@@ -141,7 +141,7 @@ def test_what_the_hook_passes_is_taken_by_position_and_by_name() -> None:
         (([[1]], LENGTHS, LENGTHS), r"token_ids_cpu is ndarray\(3,\) instead of an array"),
         (([[1]], LENGTHS.astype(float), TABLE), "num_tokens_no_spec is ndarray"),
         (([[1]], LENGTHS), "it does not pass token_ids_cpu"),
-        ((4, [[1]], LENGTHS, TABLE), "it passes 4 values by position"),
+        ((4, [[1]], LENGTHS, TABLE), "it passes 4 positional arguments"),
     ],
 )
 def test_what_it_passes_otherwise_is_told(given: tuple[Any, ...], told: str) -> None:

@@ -96,7 +96,7 @@ def test_without_the_guard_outputs_are_wrong_even_if_nothing_is_proposed(
 
 
 def test_with_the_guard_vllm_does_not_start(hybrid: Path, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="the model keeps a recurrent state") as raised:
+    with pytest.raises(AssertionError, match="the model has a recurrent state") as raised:
         decoded(hybrid, tmp_path, watch=True)  # in one process, so that the error comes last
     assert "leave out speculative_config, or set always_propose" in str(raised.value)
 

@@ -309,11 +309,11 @@ def test_the_runner_that_holds_a_proposer_is_found_and_no_other(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = Runner()
-    assert "requests' own fields are not read" not in caplog.text
+    assert "fields of requests are ignored" not in caplog.text
     assert engine.show({"one": REPEATED}, [1], one={"drafts": False}) == [[]]
     assert engine.show({"two": REPEATED}, [1]) == [[8, 9, 10, 11]]
     opened()
-    assert "no model runner of vLLM holds this" in caplog.text
+    assert "no model runner of vLLM was found" in caplog.text
 
 
 def test_outputs_are_drafted_from_as_soon_as_their_request_has_ended() -> None:
@@ -429,7 +429,7 @@ def test_a_version_that_calls_the_hook_otherwise_is_refused_with_what_changed(
     assert engine.drafter.sessions is None
     assert (
         "it calls propose(num_spec_tokens, sampled_token_ids, num_tokens_no_spec, token_ids_cpu, "
-        "slot_mappings=), and this adapter takes propose(sampled_token_ids, num_tokens_no_spec, "
+        "slot_mappings=), but this adapter takes propose(sampled_token_ids, num_tokens_no_spec, "
         "token_ids_cpu, ...)"
     ) in caplog.text
     assert engine.propose_draft_token_ids([[7]]) == [[]]
@@ -449,7 +449,7 @@ def hybrid(kind: str = "GDN_ATTN", mode: str = "none", **given: Any) -> Any:
     [
         (hybrid(), "leave out speculative_config, or set always_propose"),
         (hybrid("MAMBA2", always_propose=True), "layers of MAMBA2"),
-        (hybrid(mode="align", always_propose=True), "tested with mamba_cache_mode 'none' alone"),
+        (hybrid(mode="align", always_propose=True), "only tested with mamba_cache_mode 'none'"),
     ],
 )
 def test_a_model_with_a_recurrent_state_is_refused_at_the_start(model: Any, message: str) -> None:
@@ -460,7 +460,7 @@ def test_a_model_with_a_recurrent_state_is_refused_at_the_start(model: Any, mess
 def test_a_model_of_which_that_cannot_be_told_is_refused() -> None:
     unknown = config()
     del unknown.model_config.is_hybrid
-    with pytest.raises(UncroppableCacheError, match="it cannot be told"):
+    with pytest.raises(UncroppableCacheError, match="cannot determine whether"):
         ForedraftProposer(unknown).load_model(object())
 
 
