@@ -387,7 +387,7 @@ def test_an_index_names_the_model_that_it_was_built_for(
     assert run(monkeypatch, "generate", *arguments) == 1
     said = capsys.readouterr().err
     assert f"was built with the tokenizer '{folder}', which is not available here" in said
-    assert said.strip().endswith("by --model")
+    assert said.strip().endswith("with --model")
 
 
 def test_generate_ends_with_what_drafts_were_worth(

@@ -314,7 +314,7 @@ def test_a_wrong_output_fails_the_command(
     ("options", "told"),
     [
         (["--contender", "eagle"], "--contender eagle: there is no such contender"),
-        (["--contender", "model"], "give it --draft-model"),
+        (["--contender", "model"], "give --draft-model"),
         (["--nodes", "300"], "--nodes must be 0 to 256"),
         (["--seed", "3"], "--seed has no effect at temperature 0"),
         (["--temperature", "-1"], "temperature must be 0"),

@@ -9,6 +9,7 @@ from tests.retriever.conftest import start_service, stop_service
 WIDTH = 8
 
 
+@pytest.mark.faults
 def test_decoding_goes_on_when_the_service_is_killed() -> None:
     process, address = start_service("--address", "127.0.0.1:0")
     try:

@@ -34,7 +34,7 @@ def test_a_head_that_could_not_be_written_is_told_before_anything_is_recorded(
     file.write_text("")
     with pytest.raises(HeadFileError, match="is a file: name"):
         course(byte_tokenizer, file)
-    with pytest.raises(HeadFileError, match=r"could not be written.*name another"):
+    with pytest.raises(HeadFileError, match=r"cannot be written.*name another"):
         course(byte_tokenizer, file / "head")
 
     def read_only(*_: Any, **__: Any) -> str:
