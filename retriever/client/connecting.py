@@ -72,5 +72,5 @@ def connect(
     drafter.wait(DEFAULT_TIMEOUT_S)
     for address in listed:
         if not drafter.is_up(address):
-            _log.warning("drafts go on without %s, which cannot be used now", address)
+            _log.warning("drafting continues without %s, which cannot be used now", address)
     return drafter
