@@ -84,7 +84,7 @@ class Credentials:
                 raise CredentialsError("a token and a token file are given: leave out one")
         if self.proxy and not self.proxy.startswith("http://"):
             raise CredentialsError(
-                f"{self.proxy!r} is not a proxy to reach a service through: give http://HOST:PORT"
+                f"{self.proxy!r} is not the URL of a proxy to a service: give http://HOST:PORT"
             )
 
     @classmethod

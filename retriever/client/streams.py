@@ -1,4 +1,4 @@
-"""Streams to servers, and the threads that keep them."""
+"""Streams to servers, and the threads that keep them open."""
 
 import time
 from collections import deque
@@ -31,8 +31,8 @@ LOST_AFTER_S: Final = 1.0
 deadline, so that a slow server does not count as lost."""
 
 ORPHANS: Final[list[object]] = []
-"""Connections of a parent process, kept because gRPC's threads stayed there and closing can
-hang."""
+"""Connections of a parent process. They are never closed, because gRPC's threads stayed in the
+parent and closing can hang."""
 
 
 class MessageStream(Protocol):
@@ -118,12 +118,12 @@ class StreamTable:
 
 
 CONNECT_TIMEOUT_S: Final = 1.0
-"""Longest time of a connection attempt, in seconds: a host that drops packets must not block
+"""Longest duration of a connection attempt, in seconds: a host that drops packets must not block
 retries."""
 
 SETTLED_S: Final = 1.0
-"""A stream that ends before this many seconds counts as a failed attempt, so that a server that
-refuses each stream immediately is not asked ten times a second."""
+"""A stream that ends before this many seconds counts as a failed attempt. So a server that refuses
+each stream immediately is not called ten times a second."""
 
 _AWAY: Final = frozenset({pb.PHASE_STARTING, pb.PHASE_DRAINING})
 
@@ -248,11 +248,11 @@ class LinkStream:
 
 
 class Link:
-    """Keeps a stream to one server, in its own thread.
+    """Keeps a stream to one server open, in its own thread.
 
     Args:
         address: address of the server.
-        open_channel: makes its channel.
+        open_channel: opens a channel to the server.
         vocabulary: vocabulary that the server must have; None to accept any.
         report: called with every event, in order, in threads of the link and of gRPC.
     """
