@@ -68,7 +68,7 @@ def serve_drafts(config: Path | None, flags: Given[Settings]) -> None:
 
 
 def _tracing(settings: Settings) -> Tracing | None:
-    """Return the tracer for a share of calls; None if tracing is off."""
+    """Return the tracer, which traces a share of calls; None if tracing is off."""
     if settings.trace_ratio <= 0:
         return None
     endpoint = settings.trace_endpoint

@@ -1,4 +1,4 @@
-"""Observes a service: counts calls, logs their ends, and knows when it can end."""
+"""Observes a service: counts calls, logs their ends, and knows when the service can end."""
 
 import asyncio
 import logging
@@ -49,11 +49,11 @@ class End:
 
 
 class CallCounts:
-    """Counts of calls. One event loop writes them; other threads read copies.
+    """Counts of calls. One event loop writes the counts; other threads read copies.
 
     Attributes:
         under_way: calls in progress, by method.
-        ended: ended calls, by how they ended.
+        ended: number of ended calls, by how they ended.
         refused_within: refusals within streams that continue, counted as calls.
         latest_s: time of the last call for each way to end, in seconds since 1970.
     """

@@ -102,10 +102,10 @@ class WebLimits:
     """Limits on HTTP callers.
 
     Attributes:
-        max_open: open connections, each with a thread; a new one replaces the oldest.
+        max_open: most open connections, each with a thread; one more replaces the oldest.
         total_s: time for request and answer together, in seconds; a scraper's own limit is usually
             10 s.
-        renderers: answers that are rendered concurrently: a scraper's and a browser's.
+        renderers: most answers that are rendered concurrently: a scraper's and a browser's.
     """
 
     max_open: int = 128
@@ -116,7 +116,7 @@ class WebLimits:
 DEFAULT_LIMITS: Final = WebLimits()
 
 Rendered = Callable[[str], Answer]
-"""Renders the answer of a path, for the Accept header of a request."""
+"""Function that renders the answer of a path, given the Accept header of a request."""
 
 
 class Web:
@@ -234,7 +234,7 @@ class Connections(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
-        """Cut the connections whose time is up; called periodically while this serves."""
+        """Cut the connections whose time is up; called periodically while the server runs."""
         self._cut_before(time.monotonic() - self._limits.total_s)
 
     def shutdown_request(self, request: Any) -> None:
@@ -282,7 +282,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile = io.BytesIO(head)
 
     def do_GET(self) -> None:
-        """Answer."""
+        """Answer a GET or HEAD request."""
         self._send(self._answer())
 
     do_HEAD = do_GET  # noqa: N815  (name from the library)
