@@ -22,7 +22,7 @@ class Backoff:
     """Pauses after failures: exponential with equal jitter, longer after slow failures.
 
     Half of each exponential pause is random, so that clients of one server do not all return at the
-    same time (source: "Exponential Backoff And Jitter", AWS Architecture Blog, 2015). If the caller
+    same time. Source: "Exponential Backoff And Jitter", AWS Architecture Blog, 2015. If the caller
     blocks on a failing call, `share` lengthens the pause so that failures take at most this share
     of the time.
 

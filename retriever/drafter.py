@@ -379,7 +379,7 @@ class Findings:
         )
 
     def part(self, wanted: slice | NDArray[np.bool_] | NDArray[np.int64]) -> "Findings":
-        """Return the findings of some contexts."""
+        """Return the findings of the wanted contexts."""
         return Findings(self.contexts[wanted], self.tokens[wanted], self.log_odds[wanted])
 
     @classmethod

@@ -39,7 +39,7 @@ class VocabularyMismatchError(InvalidRequestError):
 
 
 class LimitExceededError(InvalidRequestError):
-    """A count or size is beyond a limit.
+    """A count or size exceeds a limit.
 
     Args:
         message: text that names the limit.

@@ -126,8 +126,8 @@ class Follower:
         name: name of the drafter's session; a new name for each session if not given.
 
     Attributes:
-        sequence: as given.
-        limits: as given.
+        sequence: as passed to the constructor.
+        limits: as passed to the constructor.
         name: name of the open session; `None` while there is none.
         num_sent: number of tokens sent to the session.
         has_ended: whether the sequence has a token outside the drafter's vocabulary.
@@ -365,7 +365,7 @@ class Prefetch:
         began_s: start time by the followers' clock.
 
     Attributes:
-        began_s: as given.
+        began_s: as passed to the constructor.
         num_outcomes: largest number of outcomes of a sequence; 0 until they are computed.
         is_late: whether a step went without a draft because the answers had not come.
     """
@@ -459,8 +459,9 @@ class Followers:
         patience_s: assumed duration of a request until one is measured, in seconds.
 
     Attributes:
-        drafter: as given; can be replaced once all sessions are closed or dropped.
-        limits: as given.
+        drafter: as passed to the constructor; may be replaced once all sessions are closed or
+            dropped.
+        limits: as passed to the constructor.
         add_predictions: the drafter's method for later predictions, if it has one.
         learner: the drafter, if it learns from passes.
         backoff: pauses after failures of the drafter.

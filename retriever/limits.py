@@ -264,7 +264,7 @@ def checked_fingerprint(fingerprint: str) -> str:
     """Return a valid fingerprint of a tokenizer in lower case; it is stored and shown to others.
 
     Raises:
-        InvalidRequestError: it is not hexadecimal, or too long.
+        InvalidRequestError: the fingerprint is not hexadecimal, or is too long.
     """
     if _FINGERPRINT.fullmatch(fingerprint) is None:
         raise InvalidRequestError(
@@ -327,7 +327,7 @@ def check_model(fingerprint: str) -> None:
     """Refuse an invalid fingerprint of a model, because it is stored.
 
     Raises:
-        InvalidRequestError: it is not hexadecimal, or too long.
+        InvalidRequestError: the fingerprint is not hexadecimal, or is too long.
     """
     if _FINGERPRINT.fullmatch(fingerprint) is None:
         raise InvalidRequestError(
@@ -358,8 +358,8 @@ def check_draft(budget_nodes: int, min_probability: float, limits: Limits) -> No
     """Refuse invalid budgets and thresholds.
 
     Raises:
-        InvalidRequestError: a budget below 0 or a probability outside 0 to 1.
-        LimitExceededError: a budget beyond `max_budget_nodes`.
+        InvalidRequestError: the budget is below 0, or the probability is outside 0 to 1.
+        LimitExceededError: the budget is above `max_budget_nodes`.
     """
     if budget_nodes < 0:
         raise InvalidRequestError(f"a budget of {budget_nodes} nodes is negative")

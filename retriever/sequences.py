@@ -1,6 +1,6 @@
 """Sequences that are being decoded: their tokens, and open sessions by name.
 
-All code that keeps the tokens of a sequence uses a `TokenSequence`. Within a process the object is
+All code that stores the tokens of a sequence uses a `TokenSequence`. Within a process the object is
 shared: followers track positions in it and copy no tokens.
 """
 
@@ -53,8 +53,8 @@ class TokenSequence:
         options: the checked options with which the sequence is opened.
 
     Attributes:
-        num_prompt: as given.
-        options: as given, without the predictions.
+        num_prompt: as passed to the constructor.
+        options: as passed to the constructor, without the predictions.
         predictions: all predictions so far, in the order in which they came, each text once.
     """
 
@@ -326,8 +326,8 @@ def checked_options(
 
     Raises:
         InvalidConstraintError: the constraint does not state exactly one form.
-        InvalidRequestError: the name of the group or tenant is invalid, a version is not a number
-            from 0 on, a prediction is invalid, or there is a tenant and the drafter does not keep
+        InvalidRequestError: a prediction or the name of the group or tenant is invalid, or a
+            version is not a number from 0 on. Or there is a tenant, but the drafter does not keep
             tenants apart.
         LimitExceededError: the predictions are too many, or too long in total.
     """

@@ -136,7 +136,7 @@ NODE_BYTES: Final = 4 + 4 + 4 + 1
 class DraftTree:
     """Continuations of a sequence as a tree, most probable node first.
 
-    Parents precede their children and probabilities do not rise from node to node, so every prefix
+    Parents precede their children, and probabilities do not rise from node to node. So every prefix
     of a tree is a valid tree, and the best one of its size. Trees from outside are built by
     `checked`; the constructor trusts its arguments. A tree is an immutable value.
 
@@ -273,7 +273,7 @@ class DraftTree:
         )
 
     def among(self, kept: NDArray[np.bool_]) -> "DraftTree":
-        """Return the tree of the nodes marked in `kept`, bool[N], as their parents must be."""
+        """Return the tree of the nodes in `kept`, bool[N], which must include their parents."""
         renumbered = np.append(np.cumsum(kept, dtype=np.int32) - 1, np.int32(ROOT))
         return DraftTree(
             self.token_ids[kept],

@@ -81,7 +81,7 @@ class Agreement:
         """Check the vocabulary of a server; its fingerprint is empty if it knows none.
 
         Raises:
-            VocabularyMismatchError: it differs.
+            VocabularyMismatchError: the vocabulary differs.
         """
         fingerprint = fingerprint.lower()
         with self._lock:

@@ -135,7 +135,7 @@ def check_usable(
 
     Raises:
         DrafterUnavailableError: the service is starting, or about to shut down.
-        VocabularyMismatchError: it has another vocabulary.
+        VocabularyMismatchError: the service has another vocabulary.
     """
     if info.phase in _AWAY:
         phase = pb.Phase.Name(info.phase).removeprefix("PHASE_").lower()
@@ -237,7 +237,7 @@ class LinkStream:
         """Receive responses until the stream ends.
 
         Raises:
-            grpc.RpcError: it has ended with an error.
+            grpc.RpcError: the stream has ended with an error.
         """
         deque(self._call, maxlen=0)
 

@@ -74,7 +74,7 @@ def make_token(
     scope: Scopes = [Scope.DRAFT],  # noqa: B006  (typer reads it)
     name: Name = None,
 ) -> None:
-    """Make a token and print it, once: the file keeps only a hash of it."""
+    """Make a token and print it once: the file stores only a hash of it."""
     print(add_token(access, tenant, scope, name))
 
 

@@ -159,7 +159,7 @@ def _open(settings: Settings) -> EmbeddedDrafter:
 
 
 def _plugins(settings: Settings) -> list[PluginOptions]:
-    """Return the options of plugins that keep the drafter's data."""
+    """Return the options of plugins that store the drafter's data."""
     if settings.redis is None:
         return []
     options = plugged("retriever.plugins.replication.options", "--redis").ReplicationOptions

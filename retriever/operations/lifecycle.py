@@ -8,7 +8,7 @@ whether all credential files can be used.
 An unusable credential file shows in `credentials` immediately, and in readiness once the grace
 period is over. Until then callers are admitted as before; otherwise all services that share the
 file would leave their load balancer at the same time. After the grace period this service refuses
-every call, so callers should go to another one.
+every call, so callers should use another service.
 """
 
 import asyncio

@@ -106,7 +106,7 @@ def _log(end: End, **measured: float) -> None:
 
 
 def _limit_of(refusal: Refusal) -> str:
-    """Return the limit that a refusal names; empty if there is none."""
+    """Return the limit that a refusal names; empty if it names none."""
     return refusal.limit if refusal.limit in _LIMITS else ""
 
 
@@ -131,7 +131,7 @@ class Tracing(Protocol):
     """Makes spans of sampled calls and steps."""
 
     def call(self, method: str, context: aio.ServicerContext[Any, Any]) -> Ended | None:
-        """Return a function to call when the call ends; None if it is not sampled."""
+        """Return a function to call when the call ends; None if the call is not sampled."""
         ...
 
     def steps(
@@ -155,7 +155,7 @@ class ServiceObserver:
     Attributes:
         calls: counts of calls.
         lifecycle: the phase of the service.
-        tracing: as given.
+        tracing: as passed to the constructor.
     """
 
     def __init__(self, *, reflection: bool = False, tracing: Tracing | None = None) -> None:

@@ -50,7 +50,7 @@ class Service:
 
     @property
     def plugins(self) -> Sequence[DrafterPlugin]:
-        """The plugins that keep the drafter's data."""
+        """The plugins that store the drafter's data."""
         return () if self.drafter is None else self.drafter.state.plugins
 
     def stats(self, *, census: bool = True) -> DrafterStats:

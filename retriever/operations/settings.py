@@ -171,7 +171,7 @@ class CredentialSettings(BaseModel):
     ] = None
 
     def shown_credentials(self, environment: Mapping[str, str] = os.environ) -> Credentials | None:
-        """Return the credentials from the file, else from the environment; None without either.
+        """Return the credentials from the file, else from the environment; None if neither has any.
 
         Raises:
             CredentialsError: a file cannot be used.

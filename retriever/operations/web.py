@@ -1,7 +1,7 @@
 """Metrics, probes and a status page over HTTP: read only, in separate threads.
 
-The server is the standard library's with bounds on the number of connections and the total time of
-each, so that a client that sends nothing or does not read cannot block others.
+The server is the standard library's, with bounds on the number of connections and the total time of
+each. So a client that sends nothing or does not read cannot block others.
 """
 
 import io
@@ -24,7 +24,7 @@ from retriever.operations.service_report import Service
 
 _MAX_PORT: Final = 65535
 _MAX_HEAD_BYTES: Final = 8192  # largest request head; a browser's has about 1,000
-_PERIOD_S: Final = 0.2  # most time that a connection is open beyond its limit
+_PERIOD_S: Final = 0.2  # longest time that a connection is open after its limit
 _STATUS_PAGE: Final = "retriever.plugins.status_page"
 
 _logger = logging.getLogger(__name__)

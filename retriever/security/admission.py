@@ -185,7 +185,7 @@ class Caller:
 
     @property
     def tenant(self) -> str:
-        """The tenant that the caller acts for; "" for an administrator without one.
+        """The tenant that the caller acts for; "" for an administrator without a tenant.
 
         Raises:
             AccessRefusedError: the caller's credentials have expired, were revoked, or moved to

@@ -125,7 +125,7 @@ def library() -> Any:
     """Return the package `cryptography`, with the modules that are used here.
 
     Raises:
-        CredentialsError: it is not installed.
+        CredentialsError: the package is not installed.
     """
     try:
         import cryptography.exceptions  # noqa: PLC0415  (an extra)
