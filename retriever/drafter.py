@@ -116,13 +116,15 @@ class SequenceOptions:
         group: name of a group of concurrent sequences with similar outputs, such as samples of one
             prompt or agents on one task; empty for no group. Other sequences in the tenant's group
             draft from the tokens committed in one sequence, from their next step on. If the output
-            is to be remembered, the tenant's other sequences use them at most 16 tokens later.
+            is to be remembered, the tenant's sequences outside the group use them at most 16 tokens
+            later.
         policy_version: version of a model that is trained while it decodes, 0 or more; None if not
             stated. Outputs of an adjacent version have half the weight. Each further version halves
             the weight, down to an eighth. If no version is stated, all outputs have full weight.
         oldest_version: outputs of versions older than this one are not used.
         constraint: form that the output must have. Drafts contain the tokens that it forces, and
-            none that it forbids. It changes no output, because the decoder applies it, too.
+            none that it forbids. The constraint changes no output, because the decoder applies it,
+            too.
         tenant: tenant of the sequence, empty for callers without a tenant. Drafts use no data of
             other tenants. A drafter that does not keep tenants apart refuses the sequence, see
             `Drafter`.
@@ -173,14 +175,14 @@ class DraftRequest(NamedTuple):
     """One sequence's part of a decoding step.
 
     This is a named tuple because one is made for each sequence in each step, and a frozen dataclass
-    takes three times as long.
+    takes three times as long to make.
 
     Attributes:
         session: name of a session opened before.
         new_tokens: int32[n], tokens committed since the session's last request (or since it
             was opened).
-        length: tokens in the whole sequence, including the prompt and `new_tokens`. The drafter
-            detects lost and repeated requests by it.
+        length: tokens in the whole sequence, including the prompt and `new_tokens`. This number
+            reveals lost and repeated requests.
         budget_nodes: most nodes that the tree may have.
         min_probability: nodes less probable than this are left out.
         outcomes: runs of tokens that may come next, int32[k] each, the likeliest run first.

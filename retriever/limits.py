@@ -16,7 +16,7 @@ MAX_NAME_BYTES: Final = 256
 log stay below LMDB's limit of 511 bytes."""
 
 DEFAULT_DOCUMENTS: Final = 3
-"""Documents returned for a node of a draft by default."""
+"""Number of documents returned for a node of a draft by default."""
 
 MAX_DOCUMENTS: Final = 64
 """Most documents returned for a node of a draft: each costs a search on disk."""
@@ -169,7 +169,8 @@ def checked_tokens(tokens: ArrayLike, vocabulary_size: int | None) -> NDArray[np
         vocabulary_size: ids must be below it; None if unknown.
 
     Raises:
-        InvalidRequestError: an id is outside, or `tokens` are not integers in one dimension.
+        InvalidRequestError: an id is outside the vocabulary, or `tokens` are not integers in one
+            dimension.
     """
     array = _integers(tokens)
     # For the few tokens of a step, a loop in Python is faster than calls of numpy.
@@ -182,7 +183,8 @@ def checked_ids(tokens: ArrayLike, vocabulary_size: int | None) -> list[int]:
     """Do as `checked_tokens` does, but return a list, which is faster for few tokens.
 
     Raises:
-        InvalidRequestError: an id is outside, or `tokens` are not integers in one dimension.
+        InvalidRequestError: an id is outside the vocabulary, or `tokens` are not integers in one
+            dimension.
     """
     ids: list[int] = _integers(tokens).tolist()
     _check_ids(ids, vocabulary_size)
@@ -315,7 +317,7 @@ def check_num_findings(count: int) -> None:
     """Refuse too many contexts at once.
 
     Raises:
-        InvalidRequestError: there are more than `MAX_FINDINGS`.
+        InvalidRequestError: there are more than `MAX_FINDINGS` contexts.
     """
     if count > MAX_FINDINGS:
         raise InvalidRequestError(
@@ -387,8 +389,8 @@ def check_outcomes(lengths: Sequence[int], limits: Limits) -> None:
 
     Raises:
         InvalidRequestError: an outcome has no tokens.
-        LimitExceededError: there are more than `MAX_OUTCOMES`, or one is longer than the longest
-            path in a tree of `max_budget_nodes` nodes plus one token.
+        LimitExceededError: there are more than `MAX_OUTCOMES`, or an outcome has more than
+            `max_budget_nodes` + 1 tokens: one more than the longest path in a tree.
     """
     if len(lengths) > MAX_OUTCOMES:
         raise LimitExceededError(
@@ -418,7 +420,7 @@ def check_num_sent(count: int) -> None:
     """Refuse a message with too many predictions, even if they are repeated.
 
     Raises:
-        LimitExceededError: there are too many.
+        LimitExceededError: there are too many predictions.
     """
     if count > _MOST_SENT:
         raise LimitExceededError(

@@ -46,11 +46,11 @@ from retriever.wire.statuses import LATE, Refusal, refusal_in
 class FailOpen(StrEnum):
     """Why the server did not draft a step of a sequence.
 
-    `DOWN`: the server cannot be reached. `BUSY`: it has not answered an earlier step yet.
-    `TIMEOUT`: it did not answer this step in time. `LOST`: it did not know the session, which is
-    opened again. `LIMIT`: a limit was reached. `VOCABULARY`: it is for another tokenizer.
-    `REFUSED`: it refused for another reason. `INVALID`: its response has no valid tree. `DRAINING`:
-    it is about to shut down, and no other server is available.
+    `DOWN`: the server cannot be reached. `BUSY`: the server has not answered an earlier step yet.
+    `TIMEOUT`: the server did not answer this step in time. `LOST`: the server did not know the
+    session, which is opened again. `LIMIT`: a limit was reached. `VOCABULARY`: the server is for
+    another tokenizer. `REFUSED`: the server refused for another reason. `INVALID`: the response has
+    no valid tree. `DRAINING`: the server is about to shut down, and no other one is available.
     """
 
     DOWN = "down"

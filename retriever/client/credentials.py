@@ -91,7 +91,7 @@ class Credentials:
     def from_file(cls, path: Path) -> Self:
         """Read credentials from a TOML file whose keys are the attributes.
 
-        Paths in it are relative to its folder.
+        Paths in the file are relative to its folder.
 
         Raises:
             CredentialsError: the file cannot be read, has an unknown key, or names a file that
@@ -116,7 +116,7 @@ class Credentials:
         """Read credentials from `VARIABLES`; None if none is set.
 
         Raises:
-            CredentialsError: a file that they name cannot be used.
+            CredentialsError: a file that the variables name cannot be used.
         """
         found = {key: variables[name] for name, key in VARIABLES.items() if variables.get(name)}
         return cls._of(found, Path()) if found else None

@@ -11,7 +11,7 @@ from retriever.limits import check_session_name, checked_tokens
 from retriever.sequences import OpenSessions, TokenSequence, check_step, checked_options
 from retriever.tree import DraftTree, Source
 
-_NO_TOKEN: Final = -1  # between outputs, so that no match spans two
+_NO_TOKEN: Final = -1  # separates outputs, so that no match spans two
 _LONGEST_MATCH: Final = 8
 _MAX_CHAIN: Final = 16
 _NO_TOKENS: Final = np.empty(0, np.int32)
@@ -87,7 +87,7 @@ class LocalDrafter:
             (*_expected(sequence, each.tokens), Source.PREDICTIONS) for each in sequence.predictions
         ]
         found.append((*_continuation(tokens, self._recent), Source.GENERATIONS))
-        followed, match, source = max(found, key=lambda each: each[1])  # the first if equal
+        followed, match, source = max(found, key=lambda each: each[1])  # on a tie, the first
         return _chain(followed, match, source, request)
 
 

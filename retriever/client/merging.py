@@ -36,7 +36,7 @@ def merge_trees(
 
     Args:
         trees: trees to merge; a tree is empty if its drafter found nothing.
-        budget_nodes: most nodes of each tree and of the merged one.
+        budget_nodes: most nodes of each tree and of the merged tree.
         min_probability: least probability of a node, in the trees and in the result.
     """
     trees = [tree.prefix(budget_nodes) for tree in trees]

@@ -182,9 +182,9 @@ class _Part:
         steps: steps of the sequences at this server, by session.
         message: message to send; None if the server gets no request, or its stream is gone.
         reasons: why there is no tree, by session.
-        trees: trees that it has sent, by session.
-        ahead: trees for outcomes that it has sent, by session.
-        is_awaited: whether its answer is still outstanding.
+        trees: trees that the server has sent, by session.
+        ahead: trees for outcomes that the server has sent, by session.
+        is_awaited: whether the server's answer is still outstanding.
     """
 
     steps: dict[str, SequenceStep] = field(default_factory=dict)
@@ -466,8 +466,8 @@ class Planner:
     def _move_if_needed(self, session: str, placed: _Placed) -> None:
         """Move a session to the first replica that would draft for it, if its own would not.
 
-        If none would, it stays where it is. A draining replica still answers, so only as many
-        sessions leave it per step as other replicas can read within that step.
+        If no replica would, the session stays where it is. A draining replica still answers, so
+        only as many sessions leave it per step as other replicas can read within that step.
         """
         current = self.conversations[placed.servers[0]]
         if current.takes(session):

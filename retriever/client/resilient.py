@@ -72,7 +72,7 @@ class Pace:
         return min(max(SHARE * between_s, SHORTEST_S), LONGEST_S)
 
     def begin(self, now_s: float) -> float:
-        """Note the start of a step; return the time until which it may wait."""
+        """Note the start of a step; return the time until which the step may wait."""
         if self._ended_s is not None and now_s - self._ended_s < _IDLE_S:
             between_s = now_s - self._ended_s
             before_s = between_s if self._between_s is None else self._between_s

@@ -15,7 +15,7 @@ _Result = TypeVar("_Result")
 
 
 class SharedFindings:
-    """A `FindingsStore` at one or several services; all decoders of a model use the same one.
+    """A `FindingsStore` at one or several services; all decoders of a model use the same service.
 
     Rendezvous hashing orders the services by model and address, and the first is used. If it does
     not answer, the next one is called.

@@ -151,7 +151,7 @@ _TO_MEND: Final = (AccessRefusedError, CredentialsError, VocabularyMismatchError
 class OutageLog:
     """Logs why there is no stream to a service; errors that a person has to fix become one warning.
 
-    When a token is rotated, a stream that was opened with the old one is refused, and the next
+    When a token is rotated, a stream that was opened with the old token is refused, and the next
     attempt sends the new token. So only the second refusal in a row needs a fix.
 
     Args:

@@ -273,7 +273,8 @@ class Calls(OfOneProcess):
 
         Raises:
             NotPossibleError: the service stores no findings.
-            DrafterUnavailableError: there was no answer in time, or it has no valid findings.
+            DrafterUnavailableError: there was no answer in time, or the answer has no valid
+                findings.
         """
         message = pb.FetchFindingsRequest(
             model_fingerprint=model, before=before, vocabulary_fingerprint=self._fingerprint

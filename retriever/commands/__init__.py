@@ -22,10 +22,10 @@ _MAX_BUDGET: Final = Limits().max_budget_nodes
 def serve(config: ConfigFile = None, *, flags: Given[Settings]) -> None:
     """Serve drafts over gRPC until interrupted.
 
-    Prints `serving on ADDRESS` once it is ready. If other machines can reach the address, it needs
-    --certificate and --key, and --access or --client-ca. Each flag can also be set in the --config
-    file and in the environment (FOREDRAFT_ADDRESS for --address); `config` shows the settings in
-    force.
+    Prints `serving on ADDRESS` once the service is ready. If other machines can reach the address,
+    the service needs --certificate and --key, and --access or --client-ca. Each flag can also be
+    set in the --config file and in the environment (FOREDRAFT_ADDRESS for --address); `config`
+    shows the settings in force.
     """
     from retriever.commands.serve_command import serve_drafts  # noqa: PLC0415  (loads numba)
 

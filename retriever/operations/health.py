@@ -6,7 +6,7 @@ of a second.
 
 The default address is FOREDRAFT_ADDRESS, as for the service. TLS credentials come from the
 environment, as for every client. If the environment sets none but the service's own
-FOREDRAFT_CERTIFICATE, that certificate is trusted, under a name in it. No token is needed.
+FOREDRAFT_CERTIFICATE, that certificate is trusted, under one of its names. No token is needed.
 `foredraft health` does the same, with flags.
 """
 

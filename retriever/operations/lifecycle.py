@@ -64,7 +64,7 @@ class HealthStatuses(health_pb2_grpc.HealthServicer):
         self._num_watchers = 0
 
     def show(self, serves: Mapping[str, bool]) -> None:
-        """Set which names report that they serve, and notify watchers."""
+        """Set the names whose checks report SERVING, and notify watchers."""
         statuses = {name: _SERVING if each else _NOT_SERVING for name, each in serves.items()}
         if statuses != self.statuses:
             self.statuses = statuses

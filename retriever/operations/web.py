@@ -59,7 +59,7 @@ class WebAddress:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach it."""
+        """Whether only this machine can reach the address."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -177,7 +177,7 @@ class Web:
         lifecycle = self._service.observer.lifecycle
         if lifecycle.is_ready:
             return Answer(HTTPStatus.OK, _PLAIN, b"ready\n")
-        is_up = lifecycle.phase is Phase.READY  # but admits no caller
+        is_up = lifecycle.phase is Phase.READY  # but no caller is admitted
         why = "credentials cannot be read" if is_up else lifecycle.phase.value
         return Answer(HTTPStatus.SERVICE_UNAVAILABLE, _PLAIN, f"{why}\n".encode())
 

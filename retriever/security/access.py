@@ -104,7 +104,7 @@ def _digest(salt: bytes, token: str) -> bytes:
 
 
 class Scope(StrEnum):
-    """What a credential is for."""
+    """What a credential may be used for."""
 
     DRAFT = "draft"
     DELETE = "delete"
@@ -165,7 +165,7 @@ class Access:
         return next((grant for grant in found if grant is not None), None)
 
     def named(self, name: str) -> Grant | None:
-        """Return the grant by name of the token, identity, or name of the credential."""
+        """Return the grant of a token's name, an identity, or a credential's name."""
         if name in self.tokens:
             return self.tokens[name][1]
         if name in self.certificates:

@@ -197,7 +197,7 @@ class Caller:
 
     @property
     def name(self) -> str:
-        """The caller's credentials by name, for logs: a token's name or an identity; not secret."""
+        """Name of the caller's credentials in logs: a token's name or an identity; not secret."""
         return self._grant.name
 
     @property

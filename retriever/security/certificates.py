@@ -152,7 +152,7 @@ class Certified:
 
 
 def certified(pem: bytes) -> Certified:
-    """Return a certificate's identities and expiry: none and expired if it is unreadable."""
+    """Return a certificate's identities and expiry; no identities, and expired, if unreadable."""
     x509 = library().x509
     try:
         certificate = x509.load_pem_x509_certificate(pem)

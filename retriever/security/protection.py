@@ -33,7 +33,7 @@ class TlsFiles:
     Attributes:
         certificate: certificate of the server, followed by the intermediate certificates up to its
             authority.
-        key: the private key that belongs to it; readable by its owner and group only.
+        key: the private key of the certificate; only its owner and group can read it.
         client_ca: authorities that sign client certificates (mutual TLS); None to require no client
             certificate.
     """
@@ -53,9 +53,9 @@ class TlsMaterial:
     """The checked content of the files.
 
     Attributes:
-        certificate: PEM.
-        key: PEM.
-        client_ca: PEM, or None.
+        certificate: PEM of the certificate file.
+        key: PEM of the key file.
+        client_ca: PEM of the authorities' file, or None.
         expires_at: earliest expiry of the certificates.
         expires_first: file of the certificate that expires first.
     """
@@ -280,7 +280,7 @@ class Protection:
         return "callers are not authenticated" if self.authenticator is None else ""
 
 
-_AHEAD: Final = 0.9  # of the interval: calls on the event loop check the files if this is late
+_AHEAD: Final = 0.9  # share of the interval: if this is late, calls check the files
 
 NO_PROTECTION: Final = Protection()
 """The protection of loopback addresses and unix sockets: none."""

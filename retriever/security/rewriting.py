@@ -27,7 +27,7 @@ _LOOK_EVERY_S: Final = 0.005
 
 
 def rewrite(path: Path, change: Callable[[bytes], bytes], *, make: bool = False) -> bytes:
-    """Change the content of a private file; its owner, group and mode stay.
+    """Change the content of a private file; its owner, group and mode stay the same.
 
     A symlink is followed, and its target is changed.
 

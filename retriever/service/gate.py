@@ -101,7 +101,7 @@ class _Method(NamedTuple):
         full_name: name with the service's.
         message: class of its messages.
         takes_call: whether its servicer is ours and gets a `Call`; others get gRPC's context.
-        observer: counts calls, and knows whether they can be taken now; None for neither.
+        observer: counts calls, and knows whether they can be taken now; None to skip both.
     """
 
     name: str
@@ -126,7 +126,7 @@ class Gate(aio.ServerInterceptor):
 
     Args:
         authenticator: checks credentials of callers; None for no authentication.
-        observer: counts calls, and knows the phase of the service; None for neither.
+        observer: counts calls, and knows the phase of the service; None to skip both.
         open_methods: full names of methods that need no credentials, such as health checks.
 
     Attributes:

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 
 MOST_PARTS: Final = 0.1
-"""Largest harmless share of tokens that are parts of characters. Above it, they dominate all
-figures."""
+"""Largest harmless share of tokens that are parts of characters. Above it, these tokens dominate
+all figures."""
 
 
 @dataclass(slots=True)
