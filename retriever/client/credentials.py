@@ -107,7 +107,7 @@ class Credentials:
         for key, value in found.items():
             if not isinstance(value, bool if key == "tls" else str):
                 raise CredentialsError(
-                    f"{path}: {key} must be {'a truth' if key == 'tls' else 'a text'}"
+                    f"{path}: {key} must be {'true or false' if key == 'tls' else 'a text'}"
                 )
         return cls._of(found, path.parent)
 
