@@ -1,6 +1,6 @@
 """Draft trees for language models: drafters, the service that shares one, and its clients.
 
-Importing it loads nothing: programs import `foredraft`.
+Importing this package loads nothing. Programs import `foredraft` instead.
 """
 
 __distribution__ = "foredraft"

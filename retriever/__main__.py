@@ -1,4 +1,4 @@
-"""`python -m retriever`: only the commands of this package; users type `foredraft`."""
+"""`python -m retriever` runs only the commands of this package; users type `foredraft`."""
 
 from indexer.launch import launch
 

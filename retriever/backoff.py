@@ -9,11 +9,11 @@ FIRST_PAUSE_S: Final = 0.1
 """Longest pause after the first failure, in seconds: too short for a user to notice."""
 
 LAST_PAUSE_S: Final = 5.0
-"""Longest pause after any failure, in seconds: a service that recovers is used again within this
+"""Longest pause after any failure, in seconds. A service that recovers is used again within this
 time."""
 
 FAILURE_SHARE: Final = 1 / 20
-"""Share of the time that failing calls may take if the caller can do no other work."""
+"""Largest share of the time that failing calls may take if the caller can do no other work."""
 
 _DRAW: Final = SystemRandom().random
 
@@ -22,7 +22,7 @@ class Backoff:
     """Pauses after failures: exponential with equal jitter, longer after slow failures.
 
     Half of each exponential pause is random, so that clients of one server do not all return at the
-    same time (source: "Exponential Backoff And Jitter", AWS Architecture Blog, 2015). If the caller
+    same time. Source: "Exponential Backoff And Jitter", AWS Architecture Blog, 2015. If the caller
     blocks on a failing call, `share` lengthens the pause so that failures take at most this share
     of the time.
 
@@ -59,7 +59,7 @@ class Backoff:
 
         Args:
             took_s: how long the failed operation took, in seconds.
-            least_s: shortest pause, as the other side asks for, in seconds.
+            least_s: shortest pause that the other side asks for, in seconds.
         """
         longest_s, self._longest_s = self._longest_s, min(2 * self._longest_s, self._last_s)
         deserved_s = took_s * (1 / self._share - 1)
@@ -82,8 +82,8 @@ class Backoff:
 def drafter_backoff(clock: Callable[[], float] = time.monotonic) -> Backoff:
     """Return the back-off for a drafter that a decoding loop blocks on.
 
-    A drafter that fails quickly is retried soon; one that hangs takes at most a twentieth of the
-    time.
+    A drafter that fails quickly is retried soon. A drafter that hangs takes at most a twentieth of
+    the decoding time.
 
     Args:
         clock: a monotonic clock in seconds.

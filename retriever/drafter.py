@@ -25,8 +25,8 @@ class Prediction:
     degrades drafts but never changes an output.
 
     Attributes:
-        tokens: int32[n], at least one.
-        label: name in explanations and errors; empty for none.
+        tokens: int32[n], token ids of the text; at least one.
+        label: name of the text in explanations and errors; empty for no name.
     """
 
     tokens: TokenIds
@@ -34,7 +34,7 @@ class Prediction:
 
     @property
     def shown(self) -> str:
-        """Its name in error messages."""
+        """The prediction's name in error messages."""
         return f"prediction {self.label!r}" if self.label else "a prediction"
 
 
@@ -43,16 +43,16 @@ def predictions_of(
 ) -> list[Prediction]:
     """Return the predictions in the `prediction` field of an OpenAI-compatible request.
 
-    It is `{"type": "content", "content": …}` with a text, or with a list of `{"type": "text",
-    "text": …}`, whose texts are concatenated.
+    The field is `{"type": "content", "content": …}`. Its content is a text, or a list of `{"type":
+    "text", "text": …}` whose texts are concatenated.
 
     Args:
         prediction: parsed JSON; None or an empty text gives no prediction.
-        encode: the model's tokenizer, without special tokens.
+        encode: encodes a text with the model's tokenizer, without special tokens.
         label: label of the prediction.
 
     Raises:
-        ValueError: it has another shape; the message is suitable for the caller.
+        ValueError: the field has another form; the message can be shown to the caller.
     """
     text = _predicted_text(prediction)
     if not text:
@@ -65,7 +65,7 @@ def _predicted_text(prediction: object) -> str:
         return ""
     if not isinstance(prediction, Mapping) or prediction.get("type") != "content":
         raise ValueError(
-            'prediction must be {"type": "content", "content": TEXT}: other types are not known'
+            'prediction must be {"type": "content", "content": TEXT}: no other type works'
         )
     content = prediction.get("content")
     if isinstance(content, str):
@@ -83,12 +83,12 @@ def _predicted_text(prediction: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OutputConstraint:
-    """What an output must look like; exactly one of these is given.
+    """The form that an output must have: exactly one attribute is given.
 
     Attributes:
-        json_schema: a JSON schema, as JSON: the output is JSON that it describes.
-        regular_expression: the whole output matches it.
-        choices: texts, one of which the output is.
+        json_schema: a JSON schema, as JSON; the output must be JSON that matches it.
+        regular_expression: a regular expression that the whole output must match.
+        choices: texts; the output must be one of them.
     """
 
     json_schema: str | None = None
@@ -97,34 +97,37 @@ class OutputConstraint:
 
     @property
     def num_bytes(self) -> int:
-        """Its size as UTF-8."""
+        """The constraint's size as UTF-8, in bytes."""
         texts = (self.json_schema or "", self.regular_expression or "", *self.choices)
         return sum(len(text.encode(errors="replace")) for text in texts)
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceOptions:
-    """Options for opening a sequence, besides its prompt.
+    """Options for opening a sequence, in addition to its prompt.
 
-    All except the tenant are hints: a drafter ignores those that it does not know. Invalid values
-    are refused wherever a sequence is opened (`sequences.checked_options`).
+    All options except the tenant are hints: a drafter ignores hints that it does not know. Invalid
+    values are refused wherever a sequence is opened (`sequences.checked_options`).
 
     Attributes:
-        remember: whether its output joins the generations when it is closed.
-        predictions: texts that its output is expected to contain, see `Prediction`; before its
-            first token, a draft is the beginning of each of them.
+        remember: whether the output joins the generations when the sequence is closed.
+        predictions: texts that the output is expected to contain, see `Prediction`. Before the
+            first token of the output, the draft holds the beginning of each text.
         group: name of a group of concurrent sequences with similar outputs, such as samples of one
-            prompt or agents on one task. Tokens committed in one are drafted from by the others of
-            the tenant's group in their next step and, if the output is to be remembered, by the
-            tenant's other sequences at most 16 tokens later. Empty for none.
+            prompt or agents on one task; empty for no group. Other sequences in the tenant's group
+            draft from the tokens committed in one sequence, from their next step on. If the output
+            is to be remembered, the tenant's sequences outside the group use them at most 16 tokens
+            later.
         policy_version: version of a model that is trained while it decodes, 0 or more; None if not
-            stated. Outputs of an adjacent version count half. This factor is halved with each
-            further version, down to an eighth. If not stated, all outputs count in full.
-        oldest_version: outputs of older versions do not count at all.
-        constraint: form that its output must have: drafts contain nothing that it forbids, and what
-            it forces. It changes no output: the decoder applies it, too.
-        tenant: tenant of the sequence; no data of other tenants is drafted from. Empty for callers
-            without one. A drafter that does not keep tenants apart refuses it, see `Drafter`.
+            stated. Outputs of an adjacent version have half the weight. Each further version halves
+            the weight, down to an eighth. If no version is stated, all outputs have full weight.
+        oldest_version: outputs of versions older than this one are not used.
+        constraint: form that the output must have. Drafts contain the tokens that it forces, and
+            none that it forbids. The constraint changes no output, because the decoder applies it,
+            too.
+        tenant: tenant of the sequence, empty for callers without a tenant. Drafts use no data of
+            other tenants. A drafter that does not keep tenants apart refuses the sequence, see
+            `Drafter`.
     """
 
     remember: bool = True
@@ -137,24 +140,24 @@ class SequenceOptions:
 
     @property
     def is_alone(self) -> bool:
-        """Whether it has no group and no stated version."""
+        """Whether the sequence has no group and no stated version."""
         return not self.group and self.policy_version is None
 
     @property
     def without_predictions(self) -> "SequenceOptions":
-        """The same without predictions."""
+        """The same options without predictions."""
         return replace(self, predictions=()) if self.predictions else self
 
 
 DEFAULT: Final = SequenceOptions()
-"""Default options: the sequence is remembered."""
+"""Default options: the output is remembered."""
 
 FORGOTTEN: Final = SequenceOptions(remember=False)
 """Options of a sequence whose output is not remembered."""
 
 
 class OfOneProcess:
-    """An object with open files, connections, threads or a model: can't be copied or pickled."""
+    """An object with open files, connections, threads or a model; it can't be copied or pickled."""
 
     def __reduce__(self) -> str | tuple[object, ...]:
         """Refuse to be copied or pickled.
@@ -172,18 +175,18 @@ class DraftRequest(NamedTuple):
     """One sequence's part of a decoding step.
 
     This is a named tuple because one is made for each sequence in each step, and a frozen dataclass
-    takes three times as long.
+    takes three times as long to make.
 
     Attributes:
         session: name of a session opened before.
         new_tokens: int32[n], tokens committed since the session's last request (or since it
             was opened).
-        length: tokens in the whole sequence, including the prompt and `new_tokens`; detects lost
-            and repeated requests.
+        length: tokens in the whole sequence, including the prompt and `new_tokens`. This number
+            reveals lost and repeated requests.
         budget_nodes: most nodes that the tree may have.
         min_probability: nodes less probable than this are left out.
-        outcomes: int32[k] each, tokens that may come next, the likeliest first.
-            `AheadDrafter.draft_ahead` drafts after them; `draft` ignores them.
+        outcomes: runs of tokens that may come next, int32[k] each, the likeliest run first.
+            `AheadDrafter.draft_ahead` drafts a tree for each run; `draft` ignores them.
     """
 
     session: str
@@ -195,7 +198,7 @@ class DraftRequest(NamedTuple):
 
     @property
     def num_nodes(self) -> int:
-        """Most nodes of all its trees in total."""
+        """Largest total number of nodes in all trees of the request."""
         return self.budget_nodes * (len(self.outcomes) or 1)
 
 
@@ -205,7 +208,7 @@ def without_outcomes(requests: Sequence[DraftRequest]) -> list[DraftRequest]:
 
 
 class SaveStatus(IntEnum):
-    """Where an output is kept, by the number on the wire."""
+    """Where an output is stored; the values are the numbers on the wire."""
 
     NOTHING = 1
     MEMORY = 2
@@ -218,22 +221,22 @@ class Saving:
     """The save status of an output.
 
     Attributes:
-        status: `MEMORY`, until it has been written or refused.
+        status: `MEMORY` until the disk has stored or refused the output.
     """
 
     status: SaveStatus = SaveStatus.MEMORY
 
     def settle(self, *, is_kept: bool) -> None:
-        """Set the status: whether the disk has taken the output."""
+        """Set the status, once the disk has stored or refused the output."""
         self.status = SaveStatus.DISK if is_kept else SaveStatus.DISK_REFUSED
 
 
 class Drafter(Protocol):
-    """Drafts continuations of many sequences at once; keeps a session for each.
+    """Drafts continuations of many sequences at once, and keeps a session for each sequence.
 
-    Embedded drafters, remote clients and fusions of these implement it. A drafter may also have
-    `add_predictions` (see `EmbeddedDrafter.add_predictions`) for later predictions, `draft_ahead`
-    (see `AheadDrafter`), and a true `keeps_tenants` if it keeps tenants apart.
+    Embedded drafters, remote clients and fusions of these implement this protocol. A drafter may
+    also have `add_predictions` (see `EmbeddedDrafter.add_predictions`) for later predictions,
+    `draft_ahead` (see `AheadDrafter`), and a true `keeps_tenants` if it keeps tenants apart.
     """
 
     def open(self, session: str, prompt: TokenIds, options: SequenceOptions = DEFAULT, /) -> None:
@@ -242,14 +245,14 @@ class Drafter(Protocol):
         Args:
             session: a name that no open session has.
             prompt: int32[n], the tokens committed so far.
-            options: unknown hints are ignored, but never a tenant: a drafter that does not keep
-                tenants apart refuses it, and a `Follower` does so for a drafter without
-                `keeps_tenants`.
+            options: options of the sequence. Unknown hints are ignored, but never a tenant. A
+                drafter that does not keep tenants apart refuses the sequence, and a `Follower` does
+                so for a drafter without `keeps_tenants`.
 
         Raises:
             SessionExistsError: the name is taken.
             InvalidRequestError: a token is outside the vocabulary, or an option is invalid.
-            LimitExceededError: there is no room for it.
+            LimitExceededError: there is no room for the sequence.
         """
         ...
 
@@ -258,8 +261,9 @@ class Drafter(Protocol):
 
         Raises:
             UnknownSessionError: a session is not open.
-            OutOfSequenceError: a stated length does not match; nothing of the request is done.
-            DrafterUnavailableError: no answer in time; the loop continues without drafts.
+            OutOfSequenceError: a stated length does not match; the request has no effect.
+            DrafterUnavailableError: there was no answer in time. The decoding loop continues
+                without drafts.
         """
         ...
 
@@ -274,10 +278,10 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class AheadDrafter(Protocol):
-    """A `Drafter` that also drafts ahead, for possible outcomes of a running pass.
+    """A `Drafter` that also drafts ahead, for possible outcomes of a running forward pass.
 
-    If one of the outcomes comes, decoding does not wait for a draft, as in "Speculative Speculative
-    Decoding" (arXiv:2603.03251), where a draft model does this.
+    If the pass yields one of these outcomes, its draft is ready and decoding does not wait.
+    "Speculative Speculative Decoding" (arXiv:2603.03251) does this with a draft model.
     """
 
     def draft_ahead(
@@ -290,13 +294,13 @@ class AheadDrafter(Protocol):
 
         Args:
             requests: requests of one decoding step; `budget_nodes` is per tree.
-            timeout_s: no further trees are made after this time, in seconds.
+            timeout_s: time after which no further trees are made, in seconds.
 
         Returns:
-            For each request the trees of its first outcomes, in order: of all of them, or of as
-            many as could be drafted for, possibly none.
+            For each request, the trees of its first outcomes, in order. There may be fewer trees
+            than outcomes, or none.
 
-        Raises: as `Drafter.draft`.
+        Raises: the errors of `Drafter.draft`.
         """
         ...
 
@@ -307,8 +311,8 @@ def keeps_tenants(drafter: object) -> bool:
 
 
 NUM_FOUND: Final = 8
-"""Tokens per context in `Findings`, as in Token Recycling (arXiv:2408.08696): they have most of the
-probability mass."""
+"""Likely tokens per context in `Findings`, as many as in Token Recycling (arXiv:2408.08696). They
+hold most of the probability mass."""
 
 _CONTEXT: Final = np.dtype("<i8")
 _TOKEN: Final = np.dtype("<i4")
@@ -320,11 +324,11 @@ FINDING_BYTES: Final = _CONTEXT.itemsize + NUM_FOUND * (_TOKEN.itemsize + _LOG_O
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Findings:
-    """The likeliest next tokens by context, from a model's logits: recycled logits.
+    """Recycled logits: the likeliest next tokens after each context, from a model's logits.
 
     Attributes:
-        contexts: int64[n], numbers above 0 of the last one to three tokens; the newest entry is
-            last.
+        contexts: int64[n], a number above 0 for each context, the newest context last. A context is
+            the last one to three tokens.
         tokens: int32[n, NUM_FOUND], the likeliest next tokens, the likeliest first.
         log_odds: float32[n, NUM_FOUND], log-odds of each token.
     """
@@ -338,7 +342,7 @@ class Findings:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the arrays."""
+        """Size of the arrays, in bytes."""
         return FINDING_BYTES * len(self)
 
     @classmethod
@@ -377,7 +381,7 @@ class Findings:
         )
 
     def part(self, wanted: slice | NDArray[np.bool_] | NDArray[np.int64]) -> "Findings":
-        """Return the findings of some contexts."""
+        """Return the findings of the wanted contexts."""
         return Findings(self.contexts[wanted], self.tokens[wanted], self.log_odds[wanted])
 
     @classmethod
@@ -391,7 +395,7 @@ class Findings:
         )
 
     def latest(self) -> NDArray[np.int64]:
-        """Return int64[m], ascending, the place of each context's last entry."""
+        """Return int64[m], the ascending positions of each context's last entry."""
         _, from_end = np.unique(self.contexts[::-1], return_index=True)
         return np.sort(len(self) - 1 - from_end)
 
@@ -401,7 +405,7 @@ class FoundPage:
     """A page of the stored findings of a model.
 
     Attributes:
-        findings: newer than those of later pages.
+        findings: findings of this page, newer than those of later pages.
         before: argument for requesting the next page; 0 if this is the last.
     """
 
@@ -410,17 +414,17 @@ class FoundPage:
 
 
 class FindingsStore(Protocol):
-    """Stores findings by model: in a state directory, a service, or memory."""
+    """Stores findings by model, in a state directory, a service, or memory."""
 
     def share_findings(self, model: str, findings: Findings) -> None:
-        """Keep findings of a model.
+        """Store findings of a model.
 
         Args:
-            model: its fingerprint, in hexadecimal digits.
+            model: fingerprint of the model, in hexadecimal digits.
             findings: findings of at most `MAX_FINDINGS` contexts.
 
         Raises:
-            RetrieverError: they are not stored.
+            RetrieverError: the findings were not stored.
         """
         ...
 
@@ -428,10 +432,10 @@ class FindingsStore(Protocol):
         """Return a page of the findings of a model; pages go from newest to oldest.
 
         Args:
-            model: its fingerprint.
+            model: fingerprint of the model.
             before: `before` of the previous page; 0 for the newest.
 
         Raises:
-            RetrieverError: they are not available.
+            RetrieverError: the findings are not available.
         """
         ...

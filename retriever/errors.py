@@ -1,4 +1,4 @@
-"""Errors between a decoder and a drafter, as one tree."""
+"""Errors between a decoder and a drafter, in one class hierarchy."""
 
 from typing import ClassVar
 
@@ -7,7 +7,8 @@ class RetrieverError(Exception):
     """Base of every error that this package raises.
 
     Attributes:
-        reason: a name for programs, in the details of a gRPC status; empty for internal errors.
+        reason: name of the error for programs, sent in the details of a gRPC status; empty for
+            internal errors.
     """
 
     reason: ClassVar[str] = ""
@@ -32,21 +33,21 @@ class InvalidConstraintError(InvalidRequestError):
 
 
 class VocabularyMismatchError(InvalidRequestError):
-    """The caller's token ids are of another tokenizer than the drafter's."""
+    """The caller's token ids come from another tokenizer than the drafter's."""
 
     reason = "VOCABULARY_MISMATCH"
 
 
 class LimitExceededError(InvalidRequestError):
-    """A count or size is beyond a limit.
+    """A count or size exceeds a limit.
 
     Args:
-        message: names the limit.
+        message: text that names the limit.
 
     Attributes:
-        limit: name of the setting; empty if there is none.
-        retry_after_s: wait before another attempt, in seconds; None if it is unknown or waiting
-            does not help.
+        limit: name of the setting with the limit; empty if there is no such setting.
+        retry_after_s: wait before another attempt, in seconds; None if the wait is unknown or does
+            not help.
     """
 
     reason = "LIMIT_EXCEEDED"

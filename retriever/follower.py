@@ -51,9 +51,11 @@ class DraftLimits:
     """The vocabularies of the model and the drafter.
 
     Attributes:
-        model_vocabulary: drafted tokens must lie below it; `None` if the caller checks that.
-        drafter_vocabulary: tokens sent to the drafter must lie below it; `None` if it takes all of
-            the model's. Embeddings are often padded beyond the tokenizer's size.
+        model_vocabulary: size of the model's vocabulary; drafted token ids must be below it. `None`
+            if the caller checks that.
+        drafter_vocabulary: size of the drafter's vocabulary; token ids sent to the drafter must be
+            below it. `None` if the drafter accepts all of the model's tokens. Embeddings are often
+            padded beyond the tokenizer's size.
     """
 
     model_vocabulary: int | None = None
@@ -75,7 +77,7 @@ def _lower(one: int | None, other: int | None) -> int | None:
 
 @runtime_checkable
 class Learner(Protocol):
-    """A drafter that also learns from passes of the target."""
+    """A drafter that also learns from forward passes of the target model."""
 
     def learn(self, session: str, verified: Any) -> None:
         """Learn from a pass over the session's last draft or a part of it."""
@@ -84,12 +86,12 @@ class Learner(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Answers:
-    """A drafter's drafts ahead for one sequence.
+    """Drafts that a drafter made ahead for one sequence.
 
     Attributes:
         length: length of the sequence before the outcomes.
         min_probability: as in the request.
-        trees: trees by the tokens of their outcome, as bytes.
+        trees: trees, keyed by the tokens of their outcome as bytes.
     """
 
     length: int
@@ -107,30 +109,31 @@ class _Answers:
 class Follower:
     """Keeps a drafter up to date with one sequence, whose tokens it shares and never copies.
 
-    It also sends the predictions of the sequence, if the drafter takes any.
+    It also sends the predictions of the sequence, if the drafter accepts any.
 
     Tokens that the drafter does not have yet are sent with the next request. After a failure the
     session is given up, because its state is unknown; the next request opens another with all
-    tokens. A token outside the drafter's vocabulary ends drafting for the sequence. Made by
-    `Followers.follow`.
+    tokens. A token outside the drafter's vocabulary ends drafting for the sequence. Followers are
+    made by `Followers.follow`.
 
-    A decoding loop calls `draft`, `learn` and `close`. `open`, `request`, `told` and `forget` are
-    their parts, for callers that handle failures themselves: they raise all errors.
+    A decoding loop calls `draft`, `learn` and `close`. Callers that handle failures themselves use
+    their parts `open`, `request`, `told` and `forget`, which raise all errors.
 
     Args:
         followers: all followers of the same drafter.
-        sequence: the committed tokens; its owner extends it.
+        sequence: the committed tokens; the owner of the sequence extends it.
         limits: vocabularies of the model and the drafter.
         name: name of the drafter's session; a new name for each session if not given.
 
     Attributes:
-        sequence: as given.
-        limits: as given.
+        sequence: as passed to the constructor.
+        limits: as passed to the constructor.
         name: name of the open session; `None` while there is none.
         num_sent: number of tokens sent to the session.
         has_ended: whether the sequence has a token outside the drafter's vocabulary.
-        is_refused: whether the drafter refused the sequence as invalid; it is not asked again.
-        num_failures: drafts that failed; an end by an unknown token counts once.
+        is_refused: whether the drafter refused the sequence as invalid. Then no further drafts are
+            requested.
+        num_failures: number of failed drafts. The end of drafting by an unknown token counts once.
     """
 
     __slots__ = (
@@ -165,7 +168,7 @@ class Follower:
         self._followers = followers
         self._given_name = name
         self._num_known = 0  # tokens inside the drafter's vocabulary
-        self._known_predictions: list[Prediction] = []  # sent to the session, or refused by it
+        self._known_predictions: list[Prediction] = []  # those sent to the session or refused
         self._answers: _Answers | None = None
 
     @property
@@ -195,7 +198,7 @@ class Follower:
         """Open a session with the prompt; generated tokens are sent with the first request.
 
         Raises:
-            RetrieverError: the drafter refuses it, or does not answer.
+            RetrieverError: the drafter refuses the session, or does not answer.
         """
         name = self._followers.new_name() if self._given_name is None else self._given_name
         sequence, drafter = self.sequence, self._followers.drafter
@@ -215,7 +218,7 @@ class Follower:
         try:
             self._followers.drafter.open(name, sequence.prompt, options)
         except LimitExceededError as error:
-            _log.warning("drafts go on without predictions, which are refused: %s", error)
+            _log.warning("drafting continues without predictions, which were refused: %s", error)
             return False
         return True
 
@@ -225,7 +228,7 @@ class Follower:
         return [each for each in predictions if end is None or _are_below(each.tokens, end)]
 
     def tell_predictions(self) -> None:
-        """Send predictions that were added since to the session; if refused, only they are lost.
+        """Send predictions that were added later to the session; if refused, only they are lost.
 
         Raises:
             RetrieverError: the session is not open, or the drafter does not answer.
@@ -240,7 +243,7 @@ class Follower:
             try:
                 add(name, added)
             except LimitExceededError as error:
-                _log.warning("drafts go on without more predictions: %s", error)
+                _log.warning("drafting continues without the added predictions: %s", error)
 
     def request(
         self, budget_nodes: int, min_probability: float = 0.0, length: int | None = None
@@ -250,7 +253,7 @@ class Follower:
         Args:
             budget_nodes: most nodes of the tree.
             min_probability: see `DraftRequest`.
-            length: number of tokens of the sequence to draft after; all if not given.
+            length: number of tokens of the sequence after which to draft; all if not given.
         """
         if length is None:
             length = len(self.sequence)
@@ -271,12 +274,12 @@ class Follower:
         return request._replace(session=name, new_tokens=new_tokens)
 
     def told(self, length: int) -> None:
-        """Note that the session has the sequence up to a length."""
+        """Note that the session has the first `length` tokens of the sequence."""
         self.num_sent = length
         self._answers = None
 
     def take_answers(self, answers: _Answers) -> None:
-        """Note the drafts ahead of the session, and that it has the tokens before them."""
+        """Store drafts made ahead for the session, and note that it has the tokens before them."""
         self.num_sent = answers.length
         self._answers = answers
 
@@ -325,26 +328,28 @@ class Follower:
 
 
 FIRST_PATIENCE_S: Final = 0.02
-"""Assumed time of a request until one is measured, in seconds: the longest that clients wait."""
+"""Assumed duration of a request until one is measured, in seconds: the longest wait of clients."""
 
 _FIRST_PAUSE_S: Final = 0.02
 """Longest pause in drafting ahead after a first late answer, in seconds: a few steps. Pauses grow
 to seconds, so that a drafter that is always late gets few useless requests."""
 
 _LEAST_PATIENCE_S: Final = 0.001
-"""Shortest wait for drafts ahead, in seconds: the scheduler may resume a thread that late."""
+"""Shortest wait for drafts ahead, in seconds: the operating system may resume a thread this
+late."""
 
 _FEWER: Final = 0.75
-"""Factor on the number of outcomes drafted ahead after a step that waited for the answer. After a
-step that did not wait, there is one more. So there are as many outcomes as a pass leaves time for,
-the likeliest ones."""
+"""Factor by which the number of outcomes shrinks after a step that waited for drafts ahead. After a
+step that did not wait, the number grows by one. So drafts are requested for as many outcomes as a
+pass leaves time for, the likeliest first."""
 
 _RECENT: Final = 0.2
-"""Weight of the last draft in the moving average of request times: about five drafts count."""
+"""Weight of the last draft in the moving average of request times, which covers about five
+drafts."""
 
 
 Outcomes = Callable[[], Sequence[TokenIds]]
-"""Returns int32[k] each, k at least 1: tokens that may come next, the likeliest first."""
+"""Function that returns outcomes: int32[k] each, k at least 1, the likeliest first."""
 
 
 class Prefetch:
@@ -354,15 +359,15 @@ class Prefetch:
 
     Args:
         drafter: the drafter.
-        asked: distinct followers with open sessions, a request of each, and its outcomes.
+        asked: distinct followers with open sessions, each with its request and its outcomes.
         most: most outcomes per sequence.
-        timeout_s: no further trees are made after this time, in seconds.
+        timeout_s: time after which no further trees are made, in seconds.
         began_s: start time by the followers' clock.
 
     Attributes:
-        began_s: as given.
+        began_s: as passed to the constructor.
         num_outcomes: largest number of outcomes of a sequence; 0 until they are computed.
-        is_late: whether a step went without a draft because this was not done.
+        is_late: whether a step went without a draft because the answers had not come.
     """
 
     def __init__(
@@ -392,14 +397,14 @@ class Prefetch:
         return [follower for follower, _, _ in self._asked]
 
     def is_done(self, wait_s: float | None) -> bool:
-        """Wait for at most `wait_s` seconds, forever if `None`; return whether it is done."""
+        """Wait for at most `wait_s` seconds, forever if `None`; return whether all is done."""
         return self._answers.done() or bool(wait((self._answers,), wait_s).done)
 
     def taken(self) -> bool:
-        """Give each follower its answers; return whether there are any or there were no outcomes.
+        """Give each follower its answers; return false if outcomes were sent but no answer came.
 
         Raises:
-            RetrieverError: the drafter raised it.
+            RetrieverError: the drafter raised this error.
         """
         for (follower, _, _), answers in zip(self._asked, self._answers.result(), strict=True):
             follower.take_answers(answers)
@@ -414,7 +419,7 @@ class Prefetch:
         answers = self._drafter.draft_ahead(requests, self._timeout_s)
         if len(answers) != len(requests):
             raise DrafterUnavailableError(
-                f"the drafter answered ahead for {len(answers)} of {len(requests)} sequences"
+                f"the drafter sent drafts ahead for {len(answers)} of {len(requests)} sequences"
             )
         self._is_answered = any(answers) or not any(each.outcomes for each in requests)
         return [_Answers.of(each, trees) for each, trees in zip(requests, answers, strict=True)]
@@ -449,13 +454,14 @@ class Followers:
         limits: vocabularies of the model and the drafter.
         raises_refusals: whether an `InvalidRequestError`, which is a bug in a decoding loop, is
             raised. Otherwise no error of the drafter is raised: a refused sequence gets no drafts,
-            and others are not affected.
+            and other sequences are not affected.
         clock: a monotonic clock in seconds.
-        patience_s: assumed time of a request until one is measured, in seconds.
+        patience_s: assumed duration of a request until one is measured, in seconds.
 
     Attributes:
-        drafter: as given; can be replaced once all sessions are closed or dropped.
-        limits: as given.
+        drafter: as passed to the constructor; may be replaced once all sessions are closed or
+            dropped.
+        limits: as passed to the constructor.
         add_predictions: the drafter's method for later predictions, if it has one.
         learner: the drafter, if it learns from passes.
         backoff: pauses after failures of the drafter.
@@ -496,7 +502,7 @@ class Followers:
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
-        """The thread for drafts ahead."""
+        """The thread that requests drafts ahead."""
         return ThreadPoolExecutor(1, "foredraft-ahead")
 
     def follow(
@@ -505,7 +511,7 @@ class Followers:
         """Return a follower of a sequence; its session opens with the first request.
 
         Args:
-            sequence: the committed tokens; its owner extends it.
+            sequence: the committed tokens; the owner of the sequence extends it.
             name: name of the drafter's session; a new name for each session if not given.
             limits: further limits for this sequence.
         """
@@ -522,7 +528,7 @@ class Followers:
 
         Args:
             followers: followers of the sequences.
-            until_s: after this time of the clock, only the first session is opened.
+            until_s: time of the clock; after it, only the first missing session is opened.
 
         Raises:
             InvalidRequestError: the drafter refuses a prompt, if `raises_refusals`.
@@ -546,7 +552,7 @@ class Followers:
         All are requested with one call of the drafter.
 
         Args:
-            asked: distinct followers, with the most nodes of their trees.
+            asked: distinct followers, each with the most nodes that its tree may have.
             min_probability: nodes less probable than this are left out.
 
         Raises:
@@ -569,12 +575,12 @@ class Followers:
     ) -> None:
         """Request drafts for tokens that may come next, in another thread.
 
-        The next `draft` uses the answer for the tokens that came, without a request. If the answer
-        is not there yet, it waits for as long as recent requests took, and then goes without a
-        draft: requests are answered in order, so a new one would take even longer. If the tokens
+        The next `draft` uses the answer for the tokens that came, and sends no request. If the
+        answer is not there yet, `draft` waits for as long as recent requests took, and then returns
+        no draft. Requests are answered in order, so a new one would take even longer. If the tokens
         that came were not among the outcomes, a draft is requested. If steps have to wait, fewer
-        outcomes are requested, the likeliest ones. While a drafter is late, fails or answers
-        nothing, there is a pause in drafting ahead. Drafters that cannot draft ahead are ignored.
+        outcomes are sent, the likeliest ones. If a drafter is late, fails or sends no drafts,
+        drafting ahead pauses. A drafter that cannot draft ahead gets no such request.
 
         Args:
             asked: distinct followers, the most nodes of each tree, and a function that returns the
@@ -645,7 +651,7 @@ class Followers:
                 self.give_up(follower)
 
     def _tell_predictions(self, follower: Follower) -> None:
-        """Send predictions that were added since to an open session, ahead of a request."""
+        """Send predictions that were added later to an open session, before a request."""
         start_s = self._clock()
         try:
             follower.tell_predictions()
@@ -655,7 +661,7 @@ class Followers:
     def _draft_or_pick(
         self, asked: Sequence[tuple[Follower, int]], min_probability: float
     ) -> list[DraftTree]:
-        """Draft when drafting ahead is in use: request only drafts that were not made ahead."""
+        """Draft while drafting ahead is in use: request only drafts that were not made ahead."""
         if self._under_way is not None:
             self._note_fit(self._under_way)
         if not self._settle(max(self._asking_s, _LEAST_PATIENCE_S)):
@@ -699,7 +705,7 @@ class Followers:
         return True
 
     def _note_fit(self, asked: Prefetch) -> None:
-        """Note whether outcomes were answered within a pass."""
+        """Note whether the drafter answered within a pass, and adapt the number of outcomes."""
         if asked.is_done(0.0):
             self._num_fitting += 1
         elif asked.num_outcomes:
@@ -738,7 +744,7 @@ class Followers:
 
         Args:
             follower: a follower without a session.
-            is_again: whether the drafter was reached before. Then it may have restarted with
+            is_again: whether the drafter was reached before. If so, it may have restarted with
                 another tokenizer, which is not the caller's fault.
         """
         start_s = self._clock()
@@ -774,7 +780,7 @@ class Followers:
             self._fail(error, start_s, [follower for follower, _ in asked])
             return [DraftTree.empty() for _ in asked]
         self.num_asked += len(asked)
-        if self._ahead is not None:  # sets the patience with drafts ahead, even before the first
+        if self._ahead is not None:  # measured for drafts ahead, even before the first one
             self._asking_s += _RECENT * (self._clock() - start_s - self._asking_s)
         return [
             self._taken(follower, request, tree, start_s)

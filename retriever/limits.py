@@ -12,24 +12,24 @@ from numpy.typing import ArrayLike, NDArray
 from retriever.errors import InvalidRequestError, LimitExceededError
 
 MAX_NAME_BYTES: Final = 256
-"""Longest name of a session or tenant, in bytes: a UUID or a path fits, and keys of the log stay
-below LMDB's limit of 511."""
+"""Longest name of a session or tenant, in bytes. A UUID or a path fits, and database keys of the
+log stay below LMDB's limit of 511 bytes."""
 
 DEFAULT_DOCUMENTS: Final = 3
-"""Documents returned for a node of a draft by default."""
+"""Number of documents returned for a node of a draft by default."""
 
 MAX_DOCUMENTS: Final = 64
 """Most documents returned for a node of a draft: each costs a search on disk."""
 
 MAX_CONSTRAINT_BYTES: Final = 256 << 10
-"""Longest schema, regular expression or list of choices: one of 3,000 keys took a second to
-compile, and some 40 MB."""
+"""Longest schema, regular expression or list of choices, in bytes. A schema of 3,000 keys took a
+second and about 40 MB to compile."""
 
 MAX_MESSAGE_BYTES: Final = 16 << 20
-"""Longest message in either direction; a prompt of a million tokens fits."""
+"""Longest message in either direction, in bytes; a prompt of a million tokens fits."""
 
 DEFAULT_RECYCLED_BYTES: Final = 20 << 20
-"""Recycled logits kept for each tenant, in bytes."""
+"""Size of the recycled logits stored for each tenant, in bytes."""
 
 Durability = Literal["process", "disk"]
 """Failures that an acknowledged output survives: a kill of the process, or also a power failure."""
@@ -40,8 +40,8 @@ MAX_FINGERPRINT: Final = 128
 """Longest fingerprint of a tokenizer, in hexadecimal digits: SHA-512 fits."""
 
 _FINGERPRINT: Final = re.compile(rf"[0-9a-fA-F]{{1,{MAX_FINGERPRINT}}}")
-_SHOWN: Final = 64  # shown characters of a caller's name
-_BEYOND: Final = (1 << 31) - 1  # bound of ids if the vocabulary is unknown
+_SHOWN: Final = 64  # most characters of a caller's name in a message
+_BEYOND: Final = (1 << 31) - 1  # bound of token ids if the vocabulary is unknown
 _FEW: Final = 64
 _TOKEN: Final = np.dtype(np.int32)
 _NO_INTEGERS: Final = np.empty(0, np.int32)
@@ -65,8 +65,8 @@ def _limit(  # noqa: PLR0913  (what is stated of a limit)
         above: exclusive lower bound of its values.
         most: largest value.
         changes: whether it can change while a service runs, because it is read for each request.
-            The other limits apply when something is made: pools, the log, a server, the room for
-            trees.
+            The other limits apply only when an object is made: a pool, the log, a server, or the
+            memory for trees.
     """
     bounds = {"ge": least, "gt": above, "le": most}
     stated = {name: bound for name, bound in bounds.items() if bound is not None}
@@ -130,8 +130,8 @@ class Limits:
     )
     recycled_bytes: int = _limit(
         DEFAULT_RECYCLED_BYTES,
-        "Recycled logits of decoders to keep for each tenant and share with its other decoders, in "
-        "bytes; the default holds the whole table of a decoder; 0: nothing.",
+        "Recycled logits to store for each tenant and share among its decoders, in bytes; the "
+        "default holds the whole table of a decoder; 0: nothing.",
         least=0,
     )
     max_tenants: int = _limit(
@@ -142,14 +142,14 @@ class Limits:
     )
     max_tenant_waiting: int = _limit(
         256,
-        "Most concurrent calls of one tenant, without streams.",
+        "Most concurrent calls of one tenant, not counting streams.",
         least=1,
         changes=True,
     )
     max_tenant_work: float = _limit(
         math.inf,
-        "Most work of one tenant per second, in nodes: each sequence of a step counts as 16 more, "
-        "and 8 tokens that are read count as one.",
+        "Most work of one tenant per second, in nodes. Each sequence of a step counts as 16 nodes "
+        "more, and 8 tokens that are read count as one node.",
         above=0,
         changes=True,
     )
@@ -169,7 +169,8 @@ def checked_tokens(tokens: ArrayLike, vocabulary_size: int | None) -> NDArray[np
         vocabulary_size: ids must be below it; None if unknown.
 
     Raises:
-        InvalidRequestError: an id is outside, or these are not integers in one dimension.
+        InvalidRequestError: an id is outside the vocabulary, or `tokens` are not integers in one
+            dimension.
     """
     array = _integers(tokens)
     # For the few tokens of a step, a loop in Python is faster than calls of numpy.
@@ -182,7 +183,8 @@ def checked_ids(tokens: ArrayLike, vocabulary_size: int | None) -> list[int]:
     """Do as `checked_tokens` does, but return a list, which is faster for few tokens.
 
     Raises:
-        InvalidRequestError: an id is outside, or these are not integers in one dimension.
+        InvalidRequestError: an id is outside the vocabulary, or `tokens` are not integers in one
+            dimension.
     """
     ids: list[int] = _integers(tokens).tolist()
     _check_ids(ids, vocabulary_size)
@@ -264,7 +266,7 @@ def checked_fingerprint(fingerprint: str) -> str:
     """Return a valid fingerprint of a tokenizer in lower case; it is stored and shown to others.
 
     Raises:
-        InvalidRequestError: it is not hexadecimal, or too long.
+        InvalidRequestError: the fingerprint is not hexadecimal, or is too long.
     """
     if _FINGERPRINT.fullmatch(fingerprint) is None:
         raise InvalidRequestError(
@@ -274,8 +276,8 @@ def checked_fingerprint(fingerprint: str) -> str:
 
 
 MAX_FINDINGS: Final = 4096
-"""Most contexts in one piece of findings: 295 KB, which are one message, one record on disk, and a
-millisecond of work."""
+"""Most contexts in one `Findings`: 295 KB. That is one message and one record on disk, and takes a
+millisecond to process."""
 
 MAX_LOG_ODDS: Final = 16.0
 """Largest absolute log-odds of a token; those of recycled logits stay within 7."""
@@ -298,7 +300,7 @@ def check_findings(
         vocabulary_size: ids must be below it; None if unknown.
 
     Raises:
-        InvalidRequestError: a number is out of its range, or they are too many.
+        InvalidRequestError: a number is out of its range, or there are too many contexts.
     """
     check_num_findings(len(contexts))
     if len(contexts) and int(contexts.min()) <= 0:
@@ -315,7 +317,7 @@ def check_num_findings(count: int) -> None:
     """Refuse too many contexts at once.
 
     Raises:
-        InvalidRequestError: they are more than `MAX_FINDINGS`.
+        InvalidRequestError: there are more than `MAX_FINDINGS` contexts.
     """
     if count > MAX_FINDINGS:
         raise InvalidRequestError(
@@ -327,7 +329,7 @@ def check_model(fingerprint: str) -> None:
     """Refuse an invalid fingerprint of a model, because it is stored.
 
     Raises:
-        InvalidRequestError: it is not hexadecimal, or too long.
+        InvalidRequestError: the fingerprint is not hexadecimal, or is too long.
     """
     if _FINGERPRINT.fullmatch(fingerprint) is None:
         raise InvalidRequestError(
@@ -344,7 +346,7 @@ def check_length(num_tokens: int, limits: Limits) -> None:
     """Refuse sequences that are too long.
 
     Raises:
-        LimitExceededError: it would have more than `max_sequence_tokens`.
+        LimitExceededError: the sequence would have more than `max_sequence_tokens` tokens.
     """
     if num_tokens > limits.max_sequence_tokens:
         raise LimitExceededError(
@@ -358,8 +360,8 @@ def check_draft(budget_nodes: int, min_probability: float, limits: Limits) -> No
     """Refuse invalid budgets and thresholds.
 
     Raises:
-        InvalidRequestError: a budget below 0 or a probability outside 0 to 1.
-        LimitExceededError: a budget beyond `max_budget_nodes`.
+        InvalidRequestError: the budget is below 0, or the probability is outside 0 to 1.
+        LimitExceededError: the budget is above `max_budget_nodes`.
     """
     if budget_nodes < 0:
         raise InvalidRequestError(f"a budget of {budget_nodes} nodes is negative")
@@ -374,8 +376,8 @@ def check_draft(budget_nodes: int, min_probability: float, limits: Limits) -> No
 
 
 MAX_OUTCOMES: Final = 64
-"""Most outcomes of a sequence in a request for drafts ahead: about as many drafts as fit into a
-pass of a few milliseconds."""
+"""Most outcomes of a sequence in a request for drafts ahead. About as many drafts can be made
+during a pass of a few milliseconds."""
 
 
 def check_outcomes(lengths: Sequence[int], limits: Limits) -> None:
@@ -387,8 +389,8 @@ def check_outcomes(lengths: Sequence[int], limits: Limits) -> None:
 
     Raises:
         InvalidRequestError: an outcome has no tokens.
-        LimitExceededError: there are more than `MAX_OUTCOMES`, or one is longer than the longest
-            path in a tree of `max_budget_nodes` nodes plus one token.
+        LimitExceededError: there are more than `MAX_OUTCOMES`, or an outcome has more than
+            `max_budget_nodes` + 1 tokens: one more than the longest path in a tree.
     """
     if len(lengths) > MAX_OUTCOMES:
         raise LimitExceededError(
@@ -408,7 +410,7 @@ def check_outcomes(lengths: Sequence[int], limits: Limits) -> None:
 
 
 MAX_PREDICTIONS: Final = 64
-"""Most predictions of a session, because a draft reads the cursor of each."""
+"""Most predictions of a session. Each draft reads the cursor of every prediction."""
 
 
 _MOST_SENT: Final = 1024
@@ -418,7 +420,7 @@ def check_num_sent(count: int) -> None:
     """Refuse a message with too many predictions, even if they are repeated.
 
     Raises:
-        LimitExceededError: there are too many.
+        LimitExceededError: there are too many predictions.
     """
     if count > _MOST_SENT:
         raise LimitExceededError(
@@ -436,7 +438,8 @@ def check_predictions(lengths: Sequence[int], limits: Limits) -> None:
         limits: the limits in force.
 
     Raises:
-        LimitExceededError: more than `MAX_PREDICTIONS`, or than `max_sequence_tokens` in total.
+        LimitExceededError: there are more than `MAX_PREDICTIONS`, or more than
+            `max_sequence_tokens` tokens in total.
     """
     if len(lengths) > MAX_PREDICTIONS:
         raise LimitExceededError(
@@ -447,7 +450,7 @@ def check_predictions(lengths: Sequence[int], limits: Limits) -> None:
     if sum(lengths) > limits.max_sequence_tokens:
         raise LimitExceededError(
             f"predictions of {sum(lengths)} tokens are beyond the limit of "
-            f"{limits.max_sequence_tokens} for those of a session (max_sequence_tokens)",
+            f"{limits.max_sequence_tokens} for one session (max_sequence_tokens)",
             limit="max_sequence_tokens",
         )
 
@@ -456,8 +459,8 @@ def check_documents(max_documents: int) -> None:
     """Refuse an invalid number of documents for a node.
 
     Raises:
-        InvalidRequestError: a number below 0.
-        LimitExceededError: more than `MAX_DOCUMENTS`.
+        InvalidRequestError: the number is below 0.
+        LimitExceededError: the number is above `MAX_DOCUMENTS`.
     """
     if max_documents < 0:
         raise InvalidRequestError(f"{max_documents} documents a node is a negative number")
@@ -470,14 +473,15 @@ def check_documents(max_documents: int) -> None:
 
 
 RETRY_S: Final = 5.0
-"""Retry delay in a refusal for lack of room, in seconds: sessions may end meanwhile."""
+"""Retry delay in a refusal for lack of memory, in seconds: sessions may end in that time."""
 
 MAPPED_BYTES: Final = 1 << 18
-"""Larger blocks of tokens are mapped individually, so they return to the system when freed."""
+"""Size in bytes above which a block of tokens is mapped individually, so that its memory returns to
+the system when it is freed."""
 
 
 def out_of_memory() -> LimitExceededError:
-    """Return the refusal for when the system has no memory left, though below the ceilings."""
+    """Return the refusal for when the system runs out of memory before a limit is reached."""
     return LimitExceededError(
         f"the service's machine has no memory left: try again in {RETRY_S:g} s, or ask its "
         "operator to lower its ceiling (max_bytes)",
@@ -487,14 +491,14 @@ def out_of_memory() -> LimitExceededError:
 
 
 def check_memory(num_bytes: int) -> None:
-    """Refuse work that needs `num_bytes` at once if the system has less left.
+    """Refuse work that needs `num_bytes` at once if the system has less memory left.
 
-    For libraries that end the process if an allocation fails.
+    This is for libraries that end the process if an allocation fails.
 
     Raises:
-        LimitExceededError: the system has less left.
+        LimitExceededError: the system has less memory left.
     """
     try:
-        np.empty(num_bytes, np.uint8)  # takes no pages
+        np.empty(num_bytes, np.uint8)  # uses no memory pages
     except MemoryError as error:
         raise out_of_memory() from error

@@ -1,6 +1,6 @@
 """Sequences that are being decoded: their tokens, and open sessions by name.
 
-All code that keeps the tokens of a sequence uses a `TokenSequence`. Within a process the object is
+All code that stores the tokens of a sequence uses a `TokenSequence`. Within a process the object is
 shared: followers track positions in it and copy no tokens.
 """
 
@@ -41,7 +41,7 @@ from retriever.limits import (
 )
 
 _ROOM: Final = 512
-"""Spare tokens of a new buffer: most outputs are shorter, so it rarely grows."""
+"""Free places for tokens in a new buffer. Most outputs are shorter, so the buffer rarely grows."""
 
 
 class TokenSequence:
@@ -49,12 +49,12 @@ class TokenSequence:
 
     Args:
         tokens: int32[n], the initial tokens; copied, with room for the output.
-        num_prompt: length of the prompt at their beginning; all if not given.
-        options: the checked options that it is opened with.
+        num_prompt: length of the prompt at their beginning; all tokens if not given.
+        options: the checked options with which the sequence is opened.
 
     Attributes:
-        num_prompt: as given.
-        options: as given, without the predictions.
+        num_prompt: as passed to the constructor.
+        options: as passed to the constructor, without the predictions.
         predictions: all predictions so far, in the order in which they came, each text once.
     """
 
@@ -78,14 +78,14 @@ class TokenSequence:
 
     @property
     def num_predicted(self) -> int:
-        """Tokens of all predictions."""
+        """Number of tokens in all predictions."""
         return sum(len(each.tokens) for each in self.predictions)
 
     def expect(self, predictions: Iterable[Prediction]) -> None:
         """Add checked predictions, except those with the same tokens as earlier ones.
 
         Raises:
-            LimitExceededError: they would be too many, or too long in total.
+            LimitExceededError: the predictions would be too many, or too long in total.
         """
         self.predictions = checked_predictions([*self.predictions, *predictions])
 
@@ -113,7 +113,7 @@ class TokenSequence:
         return self._buffer[begin : self._length].tobytes()
 
     def begins(self, tokens: TokenIds) -> bool:
-        """Return whether int32[n] begins with this sequence; compares all tokens."""
+        """Return whether this sequence is a prefix of int32[n]; compares all tokens."""
         length = self._length
         return len(tokens) >= length and bool((self.tokens == tokens[:length]).all())
 
@@ -148,7 +148,7 @@ class SessionKey(NamedTuple):
 
     Attributes:
         namespace: namespace of the caller; equal names in different namespaces are different keys.
-        name: as the caller knows it.
+        name: name of the session that the caller uses.
     """
 
     namespace: str
@@ -190,7 +190,7 @@ class OpenSessions(Generic[_Key, _Session]):
         """Refuse a name that is taken.
 
         Raises:
-            SessionExistsError: it is taken.
+            SessionExistsError: the name is taken.
         """
         if name in self.by_name:
             raise SessionExistsError(f"session {_shown(name)} is open already")
@@ -205,14 +205,14 @@ class OpenSessions(Generic[_Key, _Session]):
         self.by_name[name] = session
 
     def find(self, name: _Key) -> _Session | None:
-        """Return a session, None if there is none of this name."""
+        """Return the session of this name, or None if there is none."""
         return self.by_name.get(name)
 
     def get(self, name: _Key) -> _Session:
         """Return a session.
 
         Raises:
-            UnknownSessionError: there is none of this name.
+            UnknownSessionError: no open session has this name.
         """
         session = self.by_name.get(name)
         if session is None:
@@ -223,7 +223,7 @@ class OpenSessions(Generic[_Key, _Session]):
         """Return a session and mark it as used last.
 
         Raises:
-            UnknownSessionError: there is none of this name.
+            UnknownSessionError: no open session has this name.
         """
         session = self.by_name.get(name)
         if session is None:
@@ -235,7 +235,7 @@ class OpenSessions(Generic[_Key, _Session]):
         """End a session and return it.
 
         Raises:
-            UnknownSessionError: there is none of this name.
+            UnknownSessionError: no open session has this name.
         """
         session = self.get(name)
         del self.by_name[name]
@@ -258,9 +258,9 @@ def checked_predictions(
         limits: the limits in force.
 
     Raises:
-        InvalidRequestError: one is empty, or has a token outside the vocabulary; or its label is
-            too long.
-        LimitExceededError: they are too many, or too long in total.
+        InvalidRequestError: a prediction is empty, has a token outside the vocabulary, or has a
+            label that is too long.
+        LimitExceededError: the predictions are too many, or too long in total.
     """
     distinct: dict[bytes, Prediction] = {}
     for each in predictions:
@@ -326,8 +326,8 @@ def checked_options(
 
     Raises:
         InvalidConstraintError: the constraint does not state exactly one form.
-        InvalidRequestError: the name of the group or tenant is invalid, a version is not a number
-            from 0 on, a prediction is invalid, or there is a tenant and the drafter does not keep
+        InvalidRequestError: a prediction or the name of the group or tenant is invalid, or a
+            version is not a number from 0 on. Or there is a tenant, but the drafter does not keep
             tenants apart.
         LimitExceededError: the predictions are too many, or too long in total.
     """
@@ -386,7 +386,7 @@ def check_batch(requests: Sequence[DraftRequest], limits: Limits) -> None:
     """Refuse steps with too many sequences or nodes, or with one sequence twice.
 
     Raises:
-        LimitExceededError: more than `max_batch` or `max_step_nodes`.
+        LimitExceededError: there are more than `max_batch` sequences or `max_step_nodes` nodes.
         InvalidRequestError: two requests name the same session.
     """
     num = len(requests)

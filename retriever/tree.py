@@ -19,13 +19,13 @@ PROBABILITY_SLACK: Final = 1e-6
 MAX_SOURCES: Final = 16
 """Upper bound of source numbers: the length of arrays indexed by source.
 
-Six databases, models and "unspecified" use 8. Each number costs 140 bytes of every tenant's
-weights.
+Nine numbers are in use: for six databases, models, grammars and "unspecified". Each number costs
+140 bytes of every tenant's weights.
 """
 
 
 class _Listing(type):
-    """The type of a class that iterates over its members in the order of their numbers."""
+    """The type of a class that can be iterated over: its members, in the order of their numbers."""
 
     def __iter__(cls) -> Iterator["Source"]:
         return iter(_SOURCES)
@@ -40,9 +40,9 @@ _SOURCES: Final[list["Source"]] = []
 class Source(int, metaclass=_Listing):
     """The database that proposed a node, as a registered number.
 
-    Numbers are those of the wire contract, without gaps: all below `len(Source)` are registered.
-    `Source(2)` is the source of a number, `for source in Source` iterates over all. All data by
-    source (weights, counters, labels) follows this list.
+    The numbers are those of the wire contract, without gaps: all below `len(Source)` are
+    registered. `Source(2)` is the source with number 2, and `for source in Source` iterates over
+    all sources. All data by source (weights, counters, labels) is in this order.
 
     `MODEL` is a draft model, or the target's own logits of earlier passes.
 
@@ -65,7 +65,7 @@ class Source(int, metaclass=_Listing):
     colour: str
 
     def __new__(cls, number: int) -> "Source":  # noqa: PYI034  (there are no subclasses)
-        """Return the source of a number.
+        """Return the source with a number.
 
         Raises:
             ValueError: the number is not registered.
@@ -136,7 +136,7 @@ NODE_BYTES: Final = 4 + 4 + 4 + 1
 class DraftTree:
     """Continuations of a sequence as a tree, most probable node first.
 
-    Parents precede their children and probabilities do not rise from node to node, so every prefix
+    Parents precede their children, and probabilities do not rise from node to node. So every prefix
     of a tree is a valid tree, and the best one of its size. Trees from outside are built by
     `checked`; the constructor trusts its arguments. A tree is an immutable value.
 
@@ -144,7 +144,8 @@ class DraftTree:
         token_ids: int32[N], the drafted tokens.
         parents: int32[N], index of the parent node, `ROOT` for children of the last
             committed token.
-        probabilities: float32[N], estimate that the node and all its ancestors are accepted.
+        probabilities: float32[N], estimated probability that the node and all its ancestors are
+            accepted.
         sources: uint8[N], the `Source` that proposed each node.
     """
 
@@ -166,34 +167,34 @@ class DraftTree:
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
-        """int32[N]."""
+        """int32[N], the drafted tokens."""
         if self._token_ids is None:
             self._token_ids = np.ndarray(self._size, _INT32, self._block)
         return self._token_ids
 
     @property
     def parents(self) -> NDArray[np.int32]:
-        """int32[N]."""
+        """int32[N], index of the parent node of each node."""
         if self._parents is None:
             self._parents = self._array(_INT32, 4)
         return self._parents
 
     @property
     def probabilities(self) -> NDArray[np.float32]:
-        """float32[N]."""
+        """float32[N], estimated probability of each node."""
         if self._probabilities is None:
             self._probabilities = self._array(_FLOAT32, 8)
         return self._probabilities
 
     @property
     def sources(self) -> NDArray[np.uint8]:
-        """uint8[N]."""
+        """uint8[N], source of each node."""
         if self._sources is None:
             self._sources = self._array(_UINT8, 12)
         return self._sources
 
     def _array(self, dtype: np.dtype[Any], before: int) -> NDArray[Any]:
-        """Return the block's array that follows `before` bytes for each node."""
+        """Return the array of the block that starts after `before` bytes for each node."""
         block = self._block or b""
         begin = len(block) // NODE_BYTES * before
         return np.ndarray(self._size, dtype, block, begin)
@@ -272,7 +273,7 @@ class DraftTree:
         )
 
     def among(self, kept: NDArray[np.bool_]) -> "DraftTree":
-        """Return the tree of the kept nodes, bool[N]; parents of kept nodes must be kept."""
+        """Return the tree of the nodes in `kept`, bool[N], which must include their parents."""
         renumbered = np.append(np.cumsum(kept, dtype=np.int32) - 1, np.int32(ROOT))
         return DraftTree(
             self.token_ids[kept],
@@ -341,7 +342,7 @@ class BlockTree(DraftTree):
 
 
 def _array(values: ArrayLike, dtype: type[np.generic], name: str) -> NDArray[Any]:
-    """Convert without loss, or raise `InvalidTreeError`."""
+    """Convert values to an array without loss, or raise `InvalidTreeError`."""
     array = np.asarray(values)
     if array.size == 0:
         return np.empty(0, dtype)
@@ -417,12 +418,12 @@ class NodeProvenance:
     """The evidence for one node: earlier places where its token followed the same tokens.
 
     Attributes:
-        match_length: number of tokens before it, in the context and on its path, that also precede
-            it at these places.
+        match_length: number of tokens before the node, in the context and on its path, that also
+            precede its token at these places.
         count: number of such places in the node's source.
-        context_positions: positions in the context, for a node from there; at most a few.
-        documents: some documents with such a place, for a node from an index; each once.
-        predictions: positions in predictions, for a node from there; at most a few.
+        context_positions: a few positions in the context, if the node comes from the context.
+        documents: some documents with such a place, each once, if the node comes from an index.
+        predictions: a few positions in predictions, if the node comes from predictions.
     """
 
     match_length: int

@@ -1,4 +1,4 @@
-"""The asynchronous client that never fails a decode; runs on the event loop that calls it first."""
+"""The asyncio client that never makes decoding fail; runs on the event loop of its first call."""
 
 import asyncio
 import math
@@ -42,7 +42,8 @@ _log = getLogger(__name__)
 _Result = TypeVar("_Result")
 
 _ran_in: Final[set[int]] = set()
-"""Processes in which gRPC ran on an event loop: this one and those it was forked from."""
+"""Ids of the processes in which gRPC ran on an event loop: this process and its ancestors by
+fork."""
 
 
 def remote_async_channel(address: str, credentials: Credentials | None) -> aio.Channel:
@@ -79,11 +80,11 @@ class AsyncLinkStream:
 
 
 class AsyncLink:
-    """Keeps a stream to one server, in its own task; see `Link`.
+    """Keeps a stream to one server open, in its own task; see `Link`.
 
     Args:
         address: address of the server.
-        open_channel: makes its channel.
+        open_channel: opens a channel to the server.
         vocabulary: vocabulary that the server must have; None to accept any.
         report: called with every event, in order.
     """
@@ -144,11 +145,11 @@ class AsyncLink:
 
 
 class AsyncResilientDrafter(FailOpenClient):
-    """`ResilientDrafter`, awaited: drafts from services and never fails because of them.
+    """`ResilientDrafter` for asyncio: drafts from services and never fails because of them.
 
     Several coroutines may draft at the same time, each for its own sequences. `local` runs on the
-    event loop. Cannot be used in a process that was forked from one in which such a drafter ran:
-    there the first call raises `NotPossibleError`.
+    event loop. If such a drafter ran before a fork, the child process cannot use one: there the
+    first call raises `NotPossibleError`.
 
     Args: as for `ResilientDrafter`.
 
@@ -176,15 +177,15 @@ class AsyncResilientDrafter(FailOpenClient):
     ) -> None:
         """Begin a sequence; see `Drafter.open`.
 
-        Servers learn of it with its first step.
+        Servers learn of the sequence with its first step.
         """
         self._start()
         self._planner.open(session, prompt, options)
 
     async def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
-        """Add what a sequence is expected to contain; see `EmbeddedDrafter.add_predictions`.
+        """Add predictions of a sequence; see `EmbeddedDrafter.add_predictions`.
 
-        Its server gets it with the next step, and again whenever the session is reopened.
+        The server gets them with the next step, and again whenever the session is reopened.
         """
         self._start()
         self._planner.add_predictions(session, predictions)
@@ -192,7 +193,7 @@ class AsyncResilientDrafter(FailOpenClient):
     async def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`.
 
-        Raises only for faulty requests; an unreachable server is never an error.
+        Only faulty requests raise an error; an unreachable server never does.
         """
         self._start()
         deadline_s = self._pace.begin(time.monotonic())
@@ -209,12 +210,12 @@ class AsyncResilientDrafter(FailOpenClient):
     async def close(
         self, session: str, new_tokens: ArrayLike | None = None, *, remember: bool = True
     ) -> None:
-        """End a sequence; see `Drafter.close`. Its server learns of it with the next message.
+        """End a sequence; see `Drafter.close`. The server gets the close with the next message.
 
         Args:
             session: name that it was opened with.
             new_tokens: integers[n], tokens committed since its last request.
-            remember: false to keep nothing of it; overrides the value given to `open`.
+            remember: false to store nothing of the sequence; overrides the value given to `open`.
         """
         self._start()
         self._planner.close(session, new_tokens, remember=remember)
@@ -259,7 +260,7 @@ class AsyncResilientDrafter(FailOpenClient):
             ]
 
     async def _do(self, work: Waits[_Result]) -> _Result:
-        """Do work, and await link events during its waits; close it if this is cancelled."""
+        """Do work, and await link events during its waits; close the work if this is cancelled."""
         with closing(work):
             while True:
                 try:

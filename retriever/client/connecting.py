@@ -1,4 +1,4 @@
-"""Choice of the client that a list of addresses asks for."""
+"""Chooses the client for a list of addresses."""
 
 from collections.abc import Sequence
 from logging import getLogger
@@ -12,8 +12,8 @@ from retriever.errors import InvalidRequestError
 _log = getLogger(__name__)
 
 DEFAULT_DEADLINE_S: Final = 0.02
-"""How long a step waits for several services, in seconds. A longer wait keeps late evidence; a
-shorter one bounds the delay that a slow service causes."""
+"""Longest wait of a step for several services, in seconds. A longer wait uses more late drafts; a
+shorter one reduces the delay by a slow service."""
 
 
 def named_services(addresses: Sequence[str]) -> tuple[list[str], bool]:
@@ -72,5 +72,5 @@ def connect(
     drafter.wait(DEFAULT_TIMEOUT_S)
     for address in listed:
         if not drafter.is_up(address):
-            _log.warning("drafts go on without %s, which cannot be used now", address)
+            _log.warning("drafting continues without %s, which cannot be used now", address)
     return drafter

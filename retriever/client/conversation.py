@@ -46,11 +46,11 @@ from retriever.wire.statuses import LATE, Refusal, refusal_in
 class FailOpen(StrEnum):
     """Why the server did not draft a step of a sequence.
 
-    `DOWN`: the server cannot be reached. `BUSY`: it has not answered an earlier step yet.
-    `TIMEOUT`: it did not answer this step in time. `LOST`: it did not know the session, which is
-    opened again. `LIMIT`: a limit was reached. `VOCABULARY`: it is for another tokenizer.
-    `REFUSED`: it refused for another reason. `INVALID`: its response has no valid tree. `DRAINING`:
-    it is about to shut down, and no other server is available.
+    `DOWN`: the server cannot be reached. `BUSY`: the server has not answered an earlier step yet.
+    `TIMEOUT`: the server did not answer this step in time. `LOST`: the server did not know the
+    session, which is opened again. `LIMIT`: a limit was reached. `VOCABULARY`: the server is for
+    another tokenizer. `REFUSED`: the server refused for another reason. `INVALID`: the response has
+    no valid tree. `DRAINING`: the server is about to shut down, and no other one is available.
     """
 
     DOWN = "down"
@@ -94,7 +94,7 @@ _MOST: Final = (1 << 32) - 1
 
 
 def add_fail_opens(message: pb.DraftStreamRequest, counts: FailOpens) -> None:
-    """Report to a service how many of its drafts were missed."""
+    """Add to a message how many drafts of the service were missed, by reason."""
     for reason, times in counts.items():
         message.fail_opens.add(reason=_ON_THE_WIRE[reason], count=min(times, _MOST))
 
@@ -114,7 +114,7 @@ EACH_TOKENS: Final = 64
 """Overhead of an output, in tokens: the memory of its array object."""
 
 _MAX_AT_ONCE: Final = 256
-_MAX_TOKENS_AT_ONCE: Final = 1 << 14  # adds less than a millisecond to a step
+_MAX_TOKENS_AT_ONCE: Final = 1 << 14  # they add less than a millisecond to a step
 
 
 class PendingCloses:
@@ -144,7 +144,7 @@ class PendingCloses:
         Args:
             wire_name: name of the session on the wire.
             new_tokens: ids that the server does not have yet, as bytes.
-            output: int32[n], output that the server keeps on close; None to keep nothing.
+            output: int32[n], output that the server stores on close; None to store nothing.
         """
         closing = closing_message(wire_name, new_tokens, remember=output is not None)
         self._closings.append((closing, output))
@@ -165,7 +165,7 @@ class PendingCloses:
             self.tell(output)
 
     def add_closings(self, message: pb.DraftStreamRequest) -> list[TokenIds]:
-        """Move closings to a message; return the outputs that are lost if the message is."""
+        """Move closes to a message; return the outputs that are lost if the message is lost."""
         outputs = []
         for _ in range(min(len(self._closings), _MAX_AT_ONCE)):
             closing, output = self._closings.popleft()
@@ -177,7 +177,7 @@ class PendingCloses:
     def add_outputs(
         self, message: pb.DraftStreamRequest, wire_names: Iterable[str], fingerprint: str
     ) -> list[TokenIds]:
-        """Move outputs to a message, each as a session that it opens and closes; return them."""
+        """Move outputs to a message, which opens and closes a session for each; return them."""
         outputs: list[TokenIds] = []
         num_tokens = 0
         for name in islice(wire_names, min(len(self._outputs), _MAX_AT_ONCE)):
@@ -207,7 +207,7 @@ class Reply(NamedTuple):
         trees: trees by session.
         reasons: why other sessions got no tree.
         is_broken: whether the stream must be given up.
-        ahead: trees for outcomes, by session, for those that asked for drafts ahead.
+        ahead: trees for outcomes, by session, for sessions that requested drafts ahead.
     """
 
     trees: dict[str, DraftTree]
@@ -252,7 +252,8 @@ def answer_with_trees(
 
 _MAX_UNANSWERED: Final = 256
 OPENED_PER_S: Final = 5e6
-"""Prompt tokens that a server reads per second; encoding them takes a quarter of that time."""
+"""Number of prompt tokens that a server reads per second. Encoding them takes a quarter of the
+time."""
 
 
 # A server at its limit refuses until another sequence ends, so retries start at a second.
@@ -354,7 +355,7 @@ class Conversation:
 
     @property
     def takes_all(self) -> bool:
-        """Whether the server would draft for any session: it has not refused any lately."""
+        """Whether the server would draft for any session, because it has not refused one lately."""
         return self.is_up and not self.is_draining and not self._refused
 
     def takes(self, session: str) -> bool:
@@ -374,7 +375,7 @@ class Conversation:
         self._unpredicted.discard(session)
 
     def drop(self, session: str) -> None:
-        """End a session that another server has taken over; the server keeps nothing of it."""
+        """End a session that another server has taken over; this server stores nothing of it."""
         known = self._known.pop(session, None)
         if known is not None:
             self._closes.close(known.wire_name)
@@ -397,7 +398,7 @@ class Conversation:
     def ask(
         self, steps: Sequence[SequenceStep], now_s: float, deadline_s: float
     ) -> tuple[pb.DraftStreamRequest, dict[str, FailOpen]]:
-        """Return a message for steps, and the sessions left out of it with the reason."""
+        """Return a message for steps, and the reason for each session that was left out of it."""
         message = self._message()
         message.timeout_us = max(1, int((deadline_s - now_s) * 1e6))
         left_out: dict[str, FailOpen] = {}
@@ -496,8 +497,8 @@ class Conversation:
     ) -> None:
         """Close refused sessions, to be reopened later, after a pause in most cases.
 
-        After a limit they are reopened without predictions, which may have been too long for the
-        server.
+        After a refusal for a limit, they are reopened without predictions, which may have been too
+        long for the server.
         """
         pauses = reason not in _AGAIN_AT_ONCE
         if pauses:
@@ -542,7 +543,7 @@ class Conversation:
         sequence: TokenSequence,
         message: pb.DraftStreamRequest,
     ) -> None:
-        """Send predictions that were added since; known ones come first in a sequence."""
+        """Send the predictions that the server does not know yet; they are the last ones."""
         added = sequence.predictions[len(known.predictions) :]
         known.predictions = sequence.predictions
         if name not in self._unpredicted:

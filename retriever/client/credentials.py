@@ -84,14 +84,14 @@ class Credentials:
                 raise CredentialsError("a token and a token file are given: leave out one")
         if self.proxy and not self.proxy.startswith("http://"):
             raise CredentialsError(
-                f"{self.proxy!r} is not a proxy to reach a service through: give http://HOST:PORT"
+                f"{self.proxy!r} is not the URL of a proxy to a service: give http://HOST:PORT"
             )
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
         """Read credentials from a TOML file whose keys are the attributes.
 
-        Paths in it are relative to its folder.
+        Paths in the file are relative to its folder.
 
         Raises:
             CredentialsError: the file cannot be read, has an unknown key, or names a file that
@@ -107,7 +107,7 @@ class Credentials:
         for key, value in found.items():
             if not isinstance(value, bool if key == "tls" else str):
                 raise CredentialsError(
-                    f"{path}: {key} must be {'a truth' if key == 'tls' else 'a text'}"
+                    f"{path}: {key} must be {'true or false' if key == 'tls' else 'a text'}"
                 )
         return cls._of(found, path.parent)
 
@@ -116,7 +116,7 @@ class Credentials:
         """Read credentials from `VARIABLES`; None if none is set.
 
         Raises:
-            CredentialsError: a file that they name cannot be used.
+            CredentialsError: a file that the variables name cannot be used.
         """
         found = {key: variables[name] for name, key in VARIABLES.items() if variables.get(name)}
         return cls._of(found, Path()) if found else None

@@ -1,4 +1,4 @@
-"""A drafter that needs only numpy: copies what followed the last tokens in earlier text."""
+"""A drafter that needs only numpy: it copies what followed the last tokens earlier in the text."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -11,26 +11,26 @@ from retriever.limits import check_session_name, checked_tokens
 from retriever.sequences import OpenSessions, TokenSequence, check_step, checked_options
 from retriever.tree import DraftTree, Source
 
-_NO_TOKEN: Final = -1  # between outputs, so that no match spans two
+_NO_TOKEN: Final = -1  # separates outputs, so that no match spans two
 _LONGEST_MATCH: Final = 8
 _MAX_CHAIN: Final = 16
 _NO_TOKENS: Final = np.empty(0, np.int32)
 
-# Probability that the next token continues a match of this many tokens. Rough, cautious figures for
-# chat; no learning corrects them.
+# Probability that the next token continues a match of this many tokens. These are rough, cautious
+# figures for chat; they are never updated.
 _CONFIDENCE: Final = (0.0, 0.2, 0.4, 0.55, 0.65, 0.7, 0.75, 0.8, 0.85)
 
 
 class LocalDrafter:
     """Drafts one chain: the continuation of the longest, latest match; a `Drafter`.
 
-    The method is prompt lookup, with generations as a second text. It needs no compiler and stores
-    only tokens, so a client can run it in addition to a service. Not thread-safe.
+    The method is prompt lookup, which also searches the generations. It needs no compiler and
+    stores only tokens, so a client can run it in addition to a service. Not thread-safe.
 
     Source: Saxena, "Prompt Lookup Decoding", 2023.
 
     Args:
-        recent_tokens: tokens of generations to keep.
+        recent_tokens: number of tokens of generations to store; the oldest are dropped.
     """
 
     def __init__(self, recent_tokens: int = 1 << 15) -> None:
@@ -52,7 +52,7 @@ class LocalDrafter:
         self._sequences.add(session, sequence)
 
     def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
-        """Add what a sequence is expected to contain; see `EmbeddedDrafter.add_predictions`."""
+        """Add predictions of a sequence; see `EmbeddedDrafter.add_predictions`."""
         self._sequences.get(session).expect(predictions)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
@@ -87,15 +87,15 @@ class LocalDrafter:
             (*_expected(sequence, each.tokens), Source.PREDICTIONS) for each in sequence.predictions
         ]
         found.append((*_continuation(tokens, self._recent), Source.GENERATIONS))
-        followed, match, source = max(found, key=lambda each: each[1])  # the first of equals
+        followed, match, source = max(found, key=lambda each: each[1])  # on a tie, the first
         return _chain(followed, match, source, request)
 
 
 def _expected(sequence: TokenSequence, predicted: TokenIds) -> tuple[TokenIds, int]:
-    """Return what follows in a prediction, int32[k], and the length of the match.
+    """Return the tokens that follow in a prediction, int32[k], and the length of the match.
 
-    While the output is a prefix of the prediction, and thus before its first token, it follows the
-    prediction.
+    While the output is a prefix of the prediction, also before its first token, the draft continues
+    the prediction.
     """
     done = len(sequence.output)
     if done < len(predicted) and np.array_equal(predicted[:done], sequence.output):
@@ -104,7 +104,7 @@ def _expected(sequence: TokenSequence, predicted: TokenIds) -> tuple[TokenIds, i
 
 
 def _continuation(tokens: TokenIds, text: TokenIds) -> tuple[TokenIds, int]:
-    """Return int32[k], the continuation of the last longest match, and the length of the match."""
+    """Return int32[k], the continuation of the longest, latest match, and the match's length."""
     if len(tokens) == 0 or len(text) < 2:  # noqa: PLR2004  (a token and its successor)
         return _NO_TOKENS, 0
     ends = np.flatnonzero(text[:-1] == tokens[-1])

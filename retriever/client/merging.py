@@ -20,8 +20,8 @@ EXPONENT: Final = 3.0
 docs/decisions/2026-11-21-sharding.md."""
 
 ABSENT_SHARE: Final = 0.5
-"""Assumed probability of a node that a full tree lacks, relative to its last node, the upper
-bound."""
+"""Assumed probability of a node that a full tree lacks, relative to the tree's last node, whose
+probability is an upper bound."""
 
 _Node = tuple[int, int]
 
@@ -31,12 +31,12 @@ def merge_trees(
 ) -> DraftTree:
     """Merge trees that were grown for one sequence with one budget and one threshold.
 
-    The probability of a path is the power mean of its probabilities in the trees. Its node keeps
-    the source from the tree in which it is most probable; on a tie, the first tree.
+    The probability of a path is the power mean of its probabilities in the trees. Its node takes
+    the source from the tree in which it is most probable; on a tie, from the first.
 
     Args:
-        trees: trees to merge; empty if a drafter found nothing.
-        budget_nodes: most nodes of each tree and of the merged one.
+        trees: trees to merge; a tree is empty if its drafter found nothing.
+        budget_nodes: most nodes of each tree and of the merged tree.
         min_probability: least probability of a node, in the trees and in the result.
     """
     trees = [tree.prefix(budget_nodes) for tree in trees]

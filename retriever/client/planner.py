@@ -81,7 +81,7 @@ class Agreement:
         """Check the vocabulary of a server; its fingerprint is empty if it knows none.
 
         Raises:
-            VocabularyMismatchError: it differs.
+            VocabularyMismatchError: the vocabulary differs.
         """
         fingerprint = fingerprint.lower()
         with self._lock:
@@ -110,7 +110,7 @@ class Agreement:
 class LocalSide:
     """Drafts locally for sequences without a server's draft; never raises errors.
 
-    A session is opened at its first local draft, and gets all tokens that it has missed.
+    A session is opened at its first local draft, with all tokens so far.
 
     Args:
         drafter: drafter to use; True for a `LocalDrafter`, False for no local drafts.
@@ -127,7 +127,8 @@ class LocalSide:
     def draft(self, steps: Sequence[SequenceStep], until_s: float) -> dict[str, DraftTree]:
         """Return the trees that were drafted, by session.
 
-        The first session is always drafted for, the others until `until_s` of `time.monotonic`.
+        The first session always gets a draft; the others get one until `until_s` of
+        `time.monotonic`.
         """
         if self._followers is None:
             return {}
@@ -179,11 +180,11 @@ class _Part:
 
     Attributes:
         steps: steps of the sequences at this server, by session.
-        message: message to send; None if the server is not asked, or its stream is gone.
+        message: message to send; None if the server gets no request, or its stream is gone.
         reasons: why there is no tree, by session.
-        trees: trees that it has sent, by session.
-        ahead: trees for outcomes that it has sent, by session.
-        is_awaited: whether its answer is still outstanding.
+        trees: trees that the server has sent, by session.
+        ahead: trees for outcomes that the server has sent, by session.
+        is_awaited: whether the server's answer is still outstanding.
     """
 
     steps: dict[str, SequenceStep] = field(default_factory=dict)
@@ -227,7 +228,7 @@ class _Placed:
     Attributes:
         sequence: committed tokens.
         ranked: servers in the order in which it prefers them.
-        servers: servers that it is at: one of several replicas, or all that hold parts.
+        servers: servers that draft for it: one of several replicas, or all that hold parts.
     """
 
     sequence: TokenSequence
@@ -252,8 +253,8 @@ def checked_addresses(addresses: Iterable[str]) -> list[str]:
 class Planner:
     """Keeps all sequences, plans messages to their servers, and drafts locally for missing servers.
 
-    Either servers are replicas, and each sequence is at one of them. Or each server holds a part of
-    a corpus, every sequence is at all of them, and their drafts for it are merged.
+    The servers are replicas, and each sequence is at one of them. Or each server holds a part of a
+    corpus, every sequence is at all servers, and their drafts are merged.
 
     Args:
         addresses: addresses of the servers; at least one, each once.
@@ -296,7 +297,7 @@ class Planner:
 
     @property
     def fail_opens(self) -> FailOpens:
-        """A copy of the numbers of sequence steps without a server's draft, by reason."""
+        """Number of sequence steps without a server's draft, by reason; a copy."""
         return sum((each.fail_opens for each in self.conversations.values()), self._fail_opens)
 
     def open(
@@ -305,7 +306,7 @@ class Planner:
         prompt: ArrayLike,
         options: SequenceOptions = DEFAULT,
     ) -> None:
-        """Begin a sequence; servers learn of it with its first step.
+        """Begin a sequence; servers learn of the sequence with its first step.
 
         Sequences of a group go to the same server, so that they draft from one another.
 
@@ -323,9 +324,9 @@ class Planner:
         self._placed.add(session, _Placed(sequence, order, servers))
 
     def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
-        """Add what a sequence is expected to contain; servers get it with the next step.
+        """Add predictions of a sequence; servers get them with the next step.
 
-        Raises: as for `EmbeddedDrafter.add_predictions`.
+        Raises: the errors of `EmbeddedDrafter.add_predictions`.
         """
         self._placed.get(session).sequence.expect(predictions)
 
@@ -334,7 +335,7 @@ class Planner:
 
         Raises:
             UnknownSessionError: a session is not open.
-            InvalidRequestError: a request is faulty; nothing of the step is kept.
+            InvalidRequestError: a request is faulty; the step has no effect.
         """
         check_named_once(requests)
         found = [self._checked(request) for request in requests]
@@ -401,7 +402,7 @@ class Planner:
     def finish_ahead(self, plan: Plan) -> list[list[DraftTree]]:
         """Return the trees for the outcomes of a step, in order; none if no answer has arrived.
 
-        Missing trees are neither drafted locally nor counted: the next step asks for them.
+        Missing trees are neither drafted locally nor counted: the next step requests them.
         """
         self._under_way.discard(plan)
         return [
@@ -427,7 +428,7 @@ class Planner:
         return self._placed.get(session).servers[0]
 
     def close(self, session: str, new_tokens: ArrayLike | None, *, remember: bool) -> None:
-        """End a sequence; its servers learn of it with the next message.
+        """End a sequence; its servers get the close with the next message.
 
         Raises:
             UnknownSessionError: the session is not open.
@@ -446,7 +447,7 @@ class Planner:
     def _ask(
         self, part: _Part, conversation: Conversation, now_s: float, deadline_s: float
     ) -> None:
-        """Make the message for a server's part of a step, unless the server cannot be asked."""
+        """Make the message for a server's part of a step, unless the server can take no request."""
         why_not = conversation.why_not(now_s)
         if why_not is None and now_s >= deadline_s:
             why_not = FailOpen.TIMEOUT
@@ -463,10 +464,10 @@ class Planner:
         self.conversations[address].missed[reason] += 1
 
     def _move_if_needed(self, session: str, placed: _Placed) -> None:
-        """Move a session whose replica would not draft for it to the first that would.
+        """Move a session to the first replica that would draft for it, if its own would not.
 
-        If none would, it stays where it is. A draining replica still answers, so only as many
-        sessions leave it per step as other replicas can read within that step.
+        If no replica would, the session stays where it is. A draining replica still answers, so
+        only as many sessions leave it per step as other replicas can read within that step.
         """
         current = self.conversations[placed.servers[0]]
         if current.takes(session):

@@ -1,4 +1,4 @@
-"""A client that never fails a decode: if servers are down or late, it continues without them."""
+"""A client that never makes decoding fail: it continues without servers that are down or late."""
 
 import math
 import os
@@ -34,15 +34,15 @@ from retriever.drafter import (
 from retriever.tree import DraftTree
 
 SHARE: Final = 0.25
-"""Longest wait of a step, as a share of the engine's time between two drafts; bounds the slowdown
-that a late server causes."""
+"""Longest wait of a step, as a share of the engine's time between two drafts. It bounds the
+slowdown by a late server."""
 
-SHORTEST_S: Final = 0.005  # below, one scheduling delay costs the draft
-LONGEST_S: Final = 0.02  # most that a late server delays a step
+SHORTEST_S: Final = 0.005  # below this, one scheduling delay costs the draft
+LONGEST_S: Final = 0.02  # longest delay of a step by a late server
 
 LONGEST_AHEAD_S: Final = 0.2
-"""Longest wait for drafts ahead, in seconds. Passes of large models take less, and a longer pass
-does not need drafts that come later."""
+"""Longest wait for drafts ahead, in seconds. Passes of large models take less time. A longer pass
+does not need drafts that come later than this."""
 
 _Result = TypeVar("_Result")
 
@@ -72,7 +72,7 @@ class Pace:
         return min(max(SHARE * between_s, SHORTEST_S), LONGEST_S)
 
     def begin(self, now_s: float) -> float:
-        """Note the start of a step; return the time until which it may wait."""
+        """Note the start of a step; return the time until which the step may wait."""
         if self._ended_s is not None and now_s - self._ended_s < _IDLE_S:
             between_s = now_s - self._ended_s
             before_s = between_s if self._between_s is None else self._between_s
@@ -101,7 +101,8 @@ class Wait(NamedTuple):
 
 
 Waits = Generator[Wait, None, _Result]
-"""The work of a client, which yields its waits for servers: the caller blocks or awaits."""
+"""The work of a client, a generator that yields its waits for servers; the caller blocks or
+awaits."""
 
 
 class FailOpenClient(OfOneProcess):
@@ -156,7 +157,7 @@ class FailOpenClient(OfOneProcess):
         """Return whether a server has answered all messages, by the responses read so far.
 
         `wait` reads responses that have arrived. While an answer is past its deadline, the server
-        is not asked again.
+        gets no new request.
         """
         return self._planner.conversations[address].oldest_unanswered_s() is None
 
@@ -235,8 +236,8 @@ class ResilientDrafter(FailOpenClient):
     Several servers are replicas by default. Rendezvous hashing spreads sessions over them. If the
     server of a session is down, drains, or has no room, the session moves to the next one and stays
     there; see `docs/explanation/scale.md`. With `are_parts`, each server holds a part of a corpus
-    instead: every step goes to all of them, the drafts that arrive in time are merged, and a server
-    that is late or down costs only its evidence. Thread-safe, also after a fork.
+    instead: every step goes to all of them, and the drafts that arrive in time are merged. If a
+    server is late or down, only its evidence is missing. Thread-safe, also after a fork.
 
     Args:
         addresses: one address, or several; `host:port` or `unix:/path`.
@@ -279,16 +280,16 @@ class ResilientDrafter(FailOpenClient):
     ) -> None:
         """Begin a sequence; see `Drafter.open`.
 
-        Servers learn of it with its first step.
+        Servers learn of the sequence with its first step.
         """
         self._start()
         with self._lock:
             self._planner.open(session, prompt, options)
 
     def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
-        """Add what a sequence is expected to contain; see `EmbeddedDrafter.add_predictions`.
+        """Add predictions of a sequence; see `EmbeddedDrafter.add_predictions`.
 
-        Its server gets it with the next step, and again whenever the session is reopened.
+        The server gets them with the next step, and again whenever the session is reopened.
         """
         self._start()
         with self._lock:
@@ -297,7 +298,7 @@ class ResilientDrafter(FailOpenClient):
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`.
 
-        Raises only for faulty requests; an unreachable server is never an error.
+        Only faulty requests raise an error; an unreachable server never does.
         """
         self._start()
         deadline_s = self._pace.begin(time.monotonic())
@@ -308,8 +309,8 @@ class ResilientDrafter(FailOpenClient):
     ) -> list[list[DraftTree]]:
         """Commit new tokens and draft for possible outcomes; see `AheadDrafter.draft_ahead`.
 
-        Waits for `timeout_s`, but at least a step's deadline and at most `LONGEST_AHEAD_S`. If a
-        server is late or down, no outcome is answered.
+        Waits for `timeout_s`, but at least a step's deadline and at most `LONGEST_AHEAD_S`. A
+        server that is late or down drafts for no outcome.
         """
         self._start()
         deadline_s = self._pace.ahead(time.monotonic(), timeout_s)
@@ -318,12 +319,12 @@ class ResilientDrafter(FailOpenClient):
     def close(
         self, session: str, new_tokens: ArrayLike | None = None, *, remember: bool = True
     ) -> None:
-        """End a sequence; see `Drafter.close`. Its server learns of it with the next message.
+        """End a sequence; see `Drafter.close`. The server gets the close with the next message.
 
         Args:
             session: name that it was opened with.
             new_tokens: integers[n], tokens committed since its last request.
-            remember: false to keep nothing of it; overrides the value given to `open`.
+            remember: false to store nothing of the sequence; overrides the value given to `open`.
         """
         self._start()
         with self._lock:

@@ -15,15 +15,15 @@ _Result = TypeVar("_Result")
 
 
 class SharedFindings:
-    """A `FindingsStore` at one or several services; all decoders of a model use the same one.
+    """A `FindingsStore` at one or several services; all decoders of a model use the same service.
 
     Rendezvous hashing orders the services by model and address, and the first is used. If it does
-    not answer, the next is asked.
+    not answer, the next one is called.
 
     Args:
         addresses: addresses of the services; those separated by commas are replicas.
-        vocabulary_fingerprint: fingerprint of the model's tokenizer; a service for another one
-            refuses.
+        vocabulary_fingerprint: fingerprint of the model's tokenizer; a service for another
+            tokenizer refuses.
         credentials: credentials to send and to verify the servers with; None for services that need
             none.
 
@@ -50,7 +50,7 @@ class SharedFindings:
         }
 
     def share_findings(self, model: str, findings: Findings) -> None:
-        """Have a service keep findings; see `FindingsStore.share_findings`."""
+        """Store findings at a service; see `FindingsStore.share_findings`."""
         self._first(model, lambda service: service.share_findings(model, findings))
 
     def fetch_findings(self, model: str, before: int = 0) -> FoundPage:
@@ -69,10 +69,10 @@ class SharedFindings:
         self.shut_down()
 
     def _first(self, model: str, ask: Callable[[RemoteDrafter], _Result]) -> _Result:
-        """Ask the services in turn until one answers or refuses.
+        """Call the services in turn until one answers or refuses.
 
         Raises:
-            DrafterUnavailableError: none answers; the error is that of the first.
+            DrafterUnavailableError: no service answers; the error is that of the first.
             RetrieverError: the refusal of the service.
         """
         failure: DrafterUnavailableError | None = None

@@ -1,4 +1,4 @@
-"""Streams to servers, and the threads that keep them."""
+"""Streams to servers, and the threads that keep them open."""
 
 import time
 from collections import deque
@@ -31,8 +31,8 @@ LOST_AFTER_S: Final = 1.0
 deadline, so that a slow server does not count as lost."""
 
 ORPHANS: Final[list[object]] = []
-"""Connections of a parent process, kept because gRPC's threads stayed there and closing can
-hang."""
+"""Connections of a parent process. They are never closed, because gRPC's threads stayed in the
+parent and closing can hang."""
 
 
 class MessageStream(Protocol):
@@ -118,12 +118,12 @@ class StreamTable:
 
 
 CONNECT_TIMEOUT_S: Final = 1.0
-"""Longest time of a connection attempt, in seconds: a host that drops packets must not block
+"""Longest duration of a connection attempt, in seconds: a host that drops packets must not block
 retries."""
 
 SETTLED_S: Final = 1.0
-"""A stream that ends before this many seconds counts as a failed attempt, so that a server that
-refuses each stream immediately is not asked ten times a second."""
+"""A stream that ends before this many seconds counts as a failed attempt. So a server that refuses
+each stream immediately is not called ten times a second."""
 
 _AWAY: Final = frozenset({pb.PHASE_STARTING, pb.PHASE_DRAINING})
 
@@ -135,7 +135,7 @@ def check_usable(
 
     Raises:
         DrafterUnavailableError: the service is starting, or about to shut down.
-        VocabularyMismatchError: it has another vocabulary.
+        VocabularyMismatchError: the service has another vocabulary.
     """
     if info.phase in _AWAY:
         phase = pb.Phase.Name(info.phase).removeprefix("PHASE_").lower()
@@ -151,7 +151,7 @@ _TO_MEND: Final = (AccessRefusedError, CredentialsError, VocabularyMismatchError
 class OutageLog:
     """Logs why there is no stream to a service; errors that a person has to fix become one warning.
 
-    When a token is rotated, a stream that was opened with the old one is refused, and the next
+    When a token is rotated, a stream that was opened with the old token is refused, and the next
     attempt sends the new token. So only the second refusal in a row needs a fix.
 
     Args:
@@ -237,7 +237,7 @@ class LinkStream:
         """Receive responses until the stream ends.
 
         Raises:
-            grpc.RpcError: it has ended with an error.
+            grpc.RpcError: the stream has ended with an error.
         """
         deque(self._call, maxlen=0)
 
@@ -248,11 +248,11 @@ class LinkStream:
 
 
 class Link:
-    """Keeps a stream to one server, in its own thread.
+    """Keeps a stream to one server open, in its own thread.
 
     Args:
         address: address of the server.
-        open_channel: makes its channel.
+        open_channel: opens a channel to the server.
         vocabulary: vocabulary that the server must have; None to accept any.
         report: called with every event, in order, in threads of the link and of gRPC.
     """

@@ -86,7 +86,7 @@ class Exchange:
 
         Raises:
             DrafterUnavailableError: there was no answer in time, the stream has ended, or a message
-                was answered out of order. The stream is broken.
+                was answered out of order. Then the stream is broken.
             RetrieverError: the error that ended the stream.
         """
         self._number += 1
@@ -143,8 +143,8 @@ class Calls(OfOneProcess):
     Args:
         address: `host:port`, or `unix:/path`.
         timeout_s: longest wait for any answer, in seconds.
-        vocabulary_fingerprint: fingerprint of the caller's tokenizer; a service for another one
-            refuses.
+        vocabulary_fingerprint: fingerprint of the caller's tokenizer; a service for another
+            tokenizer refuses.
         credentials: credentials to send and to verify the server with; None for a service that
             needs none.
 
@@ -254,11 +254,11 @@ class Calls(OfOneProcess):
             raise DrafterUnavailableError(f"{self._address} sent no tree: {error}") from error
 
     def share_findings(self, model: str, findings: Findings) -> None:
-        """Have the service keep what a model found likely; see `FindingsStore.share_findings`.
+        """Store the tokens that a model found likely; see `FindingsStore.share_findings`.
 
         Raises:
             InvalidRequestError: the findings are invalid.
-            NotPossibleError: the service keeps no findings.
+            NotPossibleError: the service stores no findings.
             DrafterUnavailableError: there was no answer in time.
         """
         message = pb.ShareFindingsRequest(
@@ -272,8 +272,9 @@ class Calls(OfOneProcess):
         """Return a page of a model's findings from the tenant's decoders; see `FindingsStore`.
 
         Raises:
-            NotPossibleError: the service keeps no findings.
-            DrafterUnavailableError: no answer in time, or the answer has no valid findings.
+            NotPossibleError: the service stores no findings.
+            DrafterUnavailableError: there was no answer in time, or the answer has no valid
+                findings.
         """
         message = pb.FetchFindingsRequest(
             model_fingerprint=model, before=before, vocabulary_fingerprint=self._fingerprint
@@ -290,7 +291,8 @@ class Calls(OfOneProcess):
         """Delete all data of the credentials' tenant on the service.
 
         Raises:
-            DrafterUnavailableError: no answer in time; the data may or may not be deleted.
+            DrafterUnavailableError: there was no answer in time. The data may or may not be
+                deleted.
         """
         self._call("DeleteTenantData", pb.DeleteTenantDataRequest())
 
@@ -346,7 +348,7 @@ DEFAULT_TIMEOUT_S: Final = 1.0
 
 @dataclass(slots=True)
 class _Told:
-    """State of a session at a service that may differ from what the caller committed.
+    """State of a session at a service, which may differ from what the caller committed.
 
     Attributes:
         noted: token ids, as bytes, that the service recorded in a step that it refused for other
@@ -361,7 +363,7 @@ class _Told:
         """Return the new tokens of a session that the service has not recorded, as bytes.
 
         Raises:
-            DrafterUnavailableError: it has recorded other tokens.
+            DrafterUnavailableError: the service has recorded other tokens.
         """
         if not new_tokens.startswith(self.noted):
             self.is_lost = True
@@ -383,8 +385,8 @@ class RemoteDrafter(Calls):
     Args:
         address: `host:port`, or `unix:/path`.
         timeout_s: longest wait for any answer, in seconds.
-        vocabulary_fingerprint: fingerprint of the caller's tokenizer; a service for another one
-            refuses.
+        vocabulary_fingerprint: fingerprint of the caller's tokenizer; a service for another
+            tokenizer refuses.
         credentials: credentials to send and to verify the server with; None for a service that
             needs none.
 
@@ -431,10 +433,10 @@ class RemoteDrafter(Calls):
         self._sessions.add(session, _Told())
 
     def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
-        """Add what a sequence is expected to contain; see `EmbeddedDrafter.add_predictions`.
+        """Add predictions of a sequence; see `EmbeddedDrafter.add_predictions`.
 
         Raises:
-            DrafterUnavailableError: no answer in time, or the session was lost.
+            DrafterUnavailableError: there was no answer in time, or the session was lost.
         """
         self._follow_fork()
         self._usable(session)
@@ -462,7 +464,7 @@ class RemoteDrafter(Calls):
         Args:
             session: name that it was opened with.
             new_tokens: integers[n], tokens committed since its last request.
-            remember: false to keep nothing of it; overrides the value given to `open`.
+            remember: false to store nothing of the sequence; overrides the value given to `open`.
         """
         ids = b"" if new_tokens is None else tokens_to_wire(new_tokens)
         self._follow_fork()
@@ -479,10 +481,11 @@ class RemoteDrafter(Calls):
                 raise
 
     def delete_session_data(self, session: str) -> None:
-        """Delete the generations of this client's sessions of a name on the service.
+        """Delete the service's generations of this client's sessions with this name.
 
         Raises:
-            DrafterUnavailableError: no answer in time; the data may or may not be deleted.
+            DrafterUnavailableError: there was no answer in time. The data may or may not be
+                deleted.
         """
         self._follow_fork()
         message = pb.DeleteSessionDataRequest(session_id=self._prefix + session)

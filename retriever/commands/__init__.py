@@ -1,6 +1,6 @@
 """The commands of the core: serve drafts, show settings, explain a draft.
 
-The larger ones import their code when they run, so that their help appears immediately.
+Larger commands import their code when they run, so that their help appears immediately.
 """
 
 from pathlib import Path
@@ -22,10 +22,10 @@ _MAX_BUDGET: Final = Limits().max_budget_nodes
 def serve(config: ConfigFile = None, *, flags: Given[Settings]) -> None:
     """Serve drafts over gRPC until interrupted.
 
-    Prints `serving on ADDRESS` once it is ready. If other machines can reach the address, it needs
-    --certificate and --key, and --access or --client-ca. Each flag can also be set in the --config
-    file and in the environment (FOREDRAFT_ADDRESS for --address); `config` shows the settings in
-    force.
+    Prints `serving on ADDRESS` once the service is ready. If other machines can reach the address,
+    the service needs --certificate and --key, and --access or --client-ca. Each flag can also be
+    set in the --config file and in the environment (FOREDRAFT_ADDRESS for --address); `config`
+    shows the settings in force.
     """
     from retriever.commands.serve_command import serve_drafts  # noqa: PLC0415  (loads numba)
 
@@ -46,19 +46,21 @@ def explain(
     ] = None,
     context_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The same, in a UTF-8 file.", rich_help_panel="Context"),
+        typer.Option(
+            metavar="FILE", help="The context in a UTF-8 file.", rich_help_panel="Context"
+        ),
     ] = None,
     context_ids: Annotated[
         str | None,
         typer.Option(
-            metavar="IDS", help="The same, as token ids: 12,7,401.", rich_help_panel="Context"
+            metavar="IDS", help="The context as token ids: 12,7,401.", rich_help_panel="Context"
         ),
     ] = None,
     prediction: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="A UTF-8 text that is expected to follow; drafts come from it, too. Repeatable.",
+            help="A UTF-8 text that is expected to follow, to draft from as well. Repeatable.",
             rich_help_panel="Context",
         ),
     ] = None,
@@ -67,7 +69,7 @@ def explain(
         typer.Option(
             min=0,
             max=_MAX_BUDGET,
-            help="Nodes in the tree.",
+            help="Most nodes in the tree.",
             rich_help_panel="Context",
         ),
     ] = 32,
@@ -86,7 +88,7 @@ def explain(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the draft for a context, and where it comes from.
+    """Show the draft for a context, and the sources of its tokens.
 
     The paths with the most expected tokens come first, as text, with their databases and the
     documents that contain them, licences included. --full shows each token: its database, the
@@ -123,5 +125,5 @@ app = command_line(
 
 
 def main() -> None:
-    """Run the command line; an error of ours prints one line on stderr and exits with status 1."""
+    """Run the command line; our own errors print one line on stderr and exit with status 1."""
     app(prog_name="foredraft")

@@ -32,11 +32,13 @@ File = Annotated[
         "--access", metavar="FILE", help="The service's access file; created if it does not exist."
     ),
 ]
-Tenant = Annotated[str, typer.Argument(metavar="TENANT", help="The tenant that it acts for.")]
+Tenant = Annotated[
+    str, typer.Argument(metavar="TENANT", help="The tenant that the credential acts for.")
+]
 MaybeTenant = Annotated[
     str,
     typer.Argument(
-        metavar="[TENANT]", help="The tenant that it acts for; optional for the scope admin alone."
+        metavar="[TENANT]", help="The credential's tenant; optional with the scope admin alone."
     ),
 ]
 Scopes = Annotated[
@@ -44,13 +46,15 @@ Scopes = Annotated[
     typer.Option(
         "--scope",
         metavar="SCOPE",
-        help="What it may do: draft; delete (removing the tenant's data); admin (administering "
+        help="What the credential may do: draft; delete (the tenant's data); admin (administering "
         "the service, all tenants' data included). Repeatable.",
     ),
 ]
 Name = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Its name in logs. Default: its digits, or its identity."),
+    typer.Option(
+        metavar="NAME", help="Name in logs. Default: the token's digits, or the identity."
+    ),
 ]
 Which = Annotated[
     str,
@@ -70,7 +74,7 @@ def make_token(
     scope: Scopes = [Scope.DRAFT],  # noqa: B006  (typer reads it)
     name: Name = None,
 ) -> None:
-    """Make a token and print it, once: the file keeps only a hash of it."""
+    """Make a token and print it once: the file stores only a hash of it."""
     print(add_token(access, tenant, scope, name))
 
 
@@ -101,7 +105,7 @@ def let_in(
 @app.command("list")
 @clear_errors()
 def list_credentials(access: File, as_json: AsJson = False) -> None:
-    """List the credentials in the file and what they may do; it has no secrets."""
+    """List the credentials in the file and what they may do; the list has no secrets."""
     rows = [*_rows(read_access(access, by_operator=True))]
     if as_json:
         print(json.dumps(rows, ensure_ascii=False))

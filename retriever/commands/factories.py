@@ -17,12 +17,12 @@ from retriever.predict.phrases import ListedPhrases
 from retriever.sessions.embedded import EmbeddedDrafter
 
 DrafterFactory = Callable[[Sequence[Index], Sequence[TokenIds], int], Drafter]
-"""Makes a drafter from open indexes, outputs (int32[n] each) that count as recent generations, and
-the largest budget that it will be asked for, in nodes."""
+"""Function that makes a drafter from open indexes, outputs (int32[n] each) that count as recent
+generations, and the largest budget of its requests, in nodes."""
 
 _PATIENCE_S: Final = 1.0
-"""A replay waits longer for services than a decoder would, since it measures drafts, not
-networks."""
+"""Longest wait of a replay for services. It is longer than a decoder's, because a replay measures
+drafts, not networks."""
 
 OWN: Final = "foredraft"
 """Name of our own drafter."""
@@ -65,7 +65,7 @@ def remote_drafter(
     vocabulary: Vocabulary | None,
     credentials: Credentials | None,
 ) -> RemoteDrafter | ResilientDrafter:
-    """Return a client of one or more services, which keep the outputs as recent generations.
+    """Return a client of one or more services, which store the outputs as recent generations.
 
     Raises:
         RetrieverError: a service refuses an output.
@@ -84,7 +84,7 @@ def remote_drafter(
 
 
 def find_factory(name: str) -> DrafterFactory:
-    """Return the factory of a name; see `find_drafter`.
+    """Return the factory with a name; see `find_drafter`.
 
     Raises:
         UnknownDrafterError: there is no such drafter.
@@ -102,8 +102,8 @@ def find_drafter(name: str, modules: Sequence[str] = RULES) -> Any:
     """Return the entry of a name in the mapping `DRAFTERS` of a module.
 
     Args:
-        name: `MODULE:NAME`, where the module may be in the current folder; or the name of our own;
-            or a bare `NAME` that one of `modules` has.
+        name: `MODULE:NAME`, where the module may be in the current folder; or the name of our own
+            drafter; or a bare `NAME` that one of `modules` has.
         modules: dotted names of modules; see `known_drafters`.
 
     Raises:
@@ -120,10 +120,10 @@ def find_drafter(name: str, modules: Sequence[str] = RULES) -> Any:
 
 
 def known_drafters(modules: Sequence[str] = RULES) -> tuple[dict[str, Any], list[str]]:
-    """Return drafters by name, our own first, and why those of a module are unavailable.
+    """Return drafters by name, our own first, and why the drafters of a module are unavailable.
 
     Args:
-        modules: dotted names of modules of this package or of its checkout.
+        modules: dotted names of modules in this package or its checkout.
     """
     known: dict[str, Any] = {OWN: own_drafter}
     missing = []

@@ -24,7 +24,9 @@ def health(
     ] = TIMEOUT_S,
     live: Annotated[
         bool,
-        typer.Option("--live", help="Only check that it answers, even while it starts or drains."),
+        typer.Option(
+            "--live", help="Only check that the service answers, even while it starts or drains."
+        ),
     ] = False,
 ) -> None:
     """Print `ready` and exit with 0 if the service takes calls, else with 1 and the reason.

@@ -9,7 +9,7 @@ from indexer.launch import errors_in_one_line
 from retriever.errors import RetrieverError
 
 clear_errors = partial(errors_in_one_line, RetrieverError, IndexerError)
-"""Prints an error of ours as one line and exits with status 1; wraps a block or a command."""
+"""Prints our own error as one line and exits with status 1; wraps a block or a command."""
 
 
 def progress(items: Iterable[Any], doing: str, total: int | None = None) -> Iterator[Any]:

@@ -15,7 +15,7 @@ _FILES: Final = {
     "google/rpc/status.proto": "google.rpc",
     "google/rpc/error_details.proto": "google.rpc",
 }
-"""Names of files under a contract folder, and the packages that have them."""
+"""Names of files under a contract folder, and the packages that contain them."""
 
 
 @clear_errors()

@@ -68,7 +68,7 @@ def serve_drafts(config: Path | None, flags: Given[Settings]) -> None:
 
 
 def _tracing(settings: Settings) -> Tracing | None:
-    """Return the tracer for a share of calls; None if tracing is off."""
+    """Return the tracer, which traces a share of calls; None if tracing is off."""
     if settings.trace_ratio <= 0:
         return None
     endpoint = settings.trace_endpoint
@@ -159,7 +159,7 @@ def _open(settings: Settings) -> EmbeddedDrafter:
 
 
 def _plugins(settings: Settings) -> list[PluginOptions]:
-    """Return the options of plugins that keep the drafter's data."""
+    """Return the options of plugins that store the drafter's data."""
     if settings.redis is None:
         return []
     options = plugged("retriever.plugins.replication.options", "--redis").ReplicationOptions

@@ -7,7 +7,7 @@ from typing import Final
 
 from retriever.tree import Source
 
-# Sources that are not databases of a service define no colour: one from the palette, and grey.
+# Colours of sources that are no databases of a service, and so define none themselves.
 _OTHERS: Final = {
     Source.MODEL: "#56b4e9",
     Source.GRAMMAR: "#b2df8a",

@@ -1,12 +1,13 @@
 """`python -m retriever.operations.health [--live] [ADDRESS]`: exits with 0 if a service is healthy.
 
-Healthy means that it takes calls or, with `--live`, that it answers, even while it starts or
-drains. Meant for container health checks: it loads only gRPC and starts in a fraction of a second.
+Healthy means that the service takes calls or, with `--live`, that it answers, even while it starts
+or drains. This module is for container health checks: it loads only gRPC and starts in a fraction
+of a second.
 
 The default address is FOREDRAFT_ADDRESS, as for the service. TLS credentials come from the
-environment, as for every client. If none are set there but the service's own FOREDRAFT_CERTIFICATE
-is, that certificate is trusted, under a name in it. No token is needed. `foredraft health` does the
-same, with flags.
+environment, as for every client. If the environment sets none but the service's own
+FOREDRAFT_CERTIFICATE, that certificate is trusted, under one of its names. No token is needed.
+`foredraft health` does the same, with flags.
 """
 
 import os
@@ -42,9 +43,9 @@ def why_not_serving(
 
     Args:
         address: HOST:PORT or unix:PATH.
-        timeout_s: how long it may take to answer, in seconds.
+        timeout_s: how long the service may take to answer, in seconds.
         credentials: credentials for TLS; None for an unencrypted connection.
-        live: whether it is enough that it answers, even while it starts or drains.
+        live: whether it is enough that the service answers, even while it starts or drains.
 
     Raises:
         CredentialsError: a file of the credentials cannot be used.
@@ -65,7 +66,7 @@ def why_not_serving(
 
 
 def own_credentials(environment: Mapping[str, str] = os.environ) -> Credentials | None:
-    """Return credentials from the environment, else for the service that it configures, if any.
+    """Return credentials from the environment, else for the service configured there, if any.
 
     Raises:
         CredentialsError: a file cannot be used.

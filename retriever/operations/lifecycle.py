@@ -1,14 +1,14 @@
 """The lifecycle of a service: starting, ready, draining; and its health checks.
 
-Health checks need no credentials. They know four names. The whole server (the empty name) and
+Health checks need no credentials. They accept four names. The whole server (the empty name) and
 `retriever.v1.RetrieverService` report whether calls are taken (readiness). `liveness` reports
 whether the event loop answers, even while the service starts or drains. `credentials` reports
 whether all credential files can be used.
 
 An unusable credential file shows in `credentials` immediately, and in readiness once the grace
 period is over. Until then callers are admitted as before; otherwise all services that share the
-file would leave their load balancer at the same time. After the grace period this service would
-refuse every call, so callers had better go elsewhere.
+file would leave their load balancer at the same time. After the grace period this service refuses
+every call, so callers should use another service.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ class HealthStatuses(health_pb2_grpc.HealthServicer):
         self._num_watchers = 0
 
     def show(self, serves: Mapping[str, bool]) -> None:
-        """Set which names serve, and notify watchers."""
+        """Set the names whose checks report SERVING, and notify watchers."""
         statuses = {name: _SERVING if each else _NOT_SERVING for name, each in serves.items()}
         if statuses != self.statuses:
             self.statuses = statuses
@@ -104,7 +104,7 @@ class HealthStatuses(health_pb2_grpc.HealthServicer):
             self._num_watchers -= 1
 
     async def list_all(self, request: bytes, context: Any) -> bytes:
-        """Return a HealthListResponse, whose one field maps names to HealthCheckResponse.
+        """Return a HealthListResponse, whose single field maps names to HealthCheckResponse.
 
         The call is part of the protocol but not of grpc_health yet.
         """
@@ -113,7 +113,7 @@ class HealthStatuses(health_pb2_grpc.HealthServicer):
 
 
 def _entry(status: tuple[str, Any]) -> bytes:
-    """Return an entry of the map, which is field 1; its key and value are its fields 1 and 2."""
+    """Return an entry of the map in field 1; the entry's key and value are its fields 1 and 2."""
     name, value = status[0].encode(), health_pb2.HealthCheckResponse(status=status[1])
     content = b"\x0a%c%b" % (len(name), name) + b"\x12\x02" + value.SerializeToString()
     return b"\x0a%c%b" % (len(content), content)

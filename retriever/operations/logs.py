@@ -20,7 +20,7 @@ _FRAMES: Final = 8  # innermost frames: enough to find the location, in one line
 
 
 def log_to_standard_error(log_format: LogFormat, log_level: LogLevel) -> None:
-    """Log our packages from a level up, and warnings of all others, to standard error."""
+    """Log messages of our packages from a level up, and warnings of others, to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
     for name in _OURS:

@@ -119,7 +119,7 @@ def _of_drafts(draft_counts: DraftCounts) -> Iterator[Metric]:
     )
     yield _histogram(
         "draft_seconds",
-        "Time of a draft: of a step, divided by its sequences.",
+        "Time of a step, divided by its number of sequences.",
         draft_counts.drafts,
     )
 
@@ -165,7 +165,7 @@ def _of_memory(stats: DrafterStats) -> Iterator[Metric]:
     yield gauge("recycled_bytes", "Memory of findings of decoders.", census.recycled_bytes)
     yield gauge(
         "memory_bytes",
-        "Memory by the service's own count: what it keeps, and what it had when ready.",
+        "Memory by the service's own count: what it stores, and what it had when ready.",
         census.memory_bytes,
     )
     yield gauge("memory_reserved_bytes", "Memory taken from max_bytes.", census.reserved_bytes)
@@ -203,7 +203,7 @@ def _of_indexes(stats: DrafterStats) -> Iterator[Metric]:
 
 
 def _of_failures(stats: DrafterStats) -> Iterator[Metric]:
-    yield counter("log_failures", "Outputs that could not be kept on disk.", stats.log_failures)
+    yield counter("log_failures", "Outputs that could not be stored on disk.", stats.log_failures)
     yield counter(
         "refresh_failures",
         "Times that a changed index could not be opened.",

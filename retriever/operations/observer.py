@@ -1,4 +1,4 @@
-"""Observes a service: counts calls, logs their ends, and knows when it can end."""
+"""Observes a service: counts calls, logs their ends, and knows when the service can end."""
 
 import asyncio
 import logging
@@ -49,11 +49,11 @@ class End:
 
 
 class CallCounts:
-    """Counts of calls. One event loop writes them; other threads read copies.
+    """Counts of calls. One event loop writes the counts; other threads read copies.
 
     Attributes:
         under_way: calls in progress, by method.
-        ended: ended calls, by how they ended.
+        ended: number of ended calls, by how they ended.
         refused_within: refusals within streams that continue, counted as calls.
         latest_s: time of the last call for each way to end, in seconds since 1970.
     """
@@ -106,7 +106,7 @@ def _log(end: End, **measured: float) -> None:
 
 
 def _limit_of(refusal: Refusal) -> str:
-    """Return the limit that a refusal names; empty if there is none."""
+    """Return the limit that a refusal names; empty if it names none."""
     return refusal.limit if refusal.limit in _LIMITS else ""
 
 
@@ -131,7 +131,7 @@ class Tracing(Protocol):
     """Makes spans of sampled calls and steps."""
 
     def call(self, method: str, context: aio.ServicerContext[Any, Any]) -> Ended | None:
-        """Return a function to call when the call ends; None if it is not sampled."""
+        """Return a function to call when the call ends; None if the call is not sampled."""
         ...
 
     def steps(
@@ -155,7 +155,7 @@ class ServiceObserver:
     Attributes:
         calls: counts of calls.
         lifecycle: the phase of the service.
-        tracing: as given.
+        tracing: as passed to the constructor.
     """
 
     def __init__(self, *, reflection: bool = False, tracing: Tracing | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Settings from a file, the environment and flags; later ones override earlier ones.
+"""Settings from a file, the environment and flags; later sources override earlier ones.
 
 This module does not use pydantic-settings, which does not report where a value comes from and
 ignores unknown environment variables. pydantic checks types and bounds.
@@ -74,7 +74,7 @@ def resolve(
     Args:
         schema: schema of the settings.
         flags: flags by name, already validated; None if a flag was not given.
-        environment: environment variables; an empty one counts as not set.
+        environment: environment variables; an empty variable counts as not set.
         file: TOML file; None for the one that `FOREDRAFT_CONFIG` names, if set.
 
     Raises:

@@ -15,7 +15,7 @@ from retriever.sessions.embedded import EmbeddedDrafter
 
 @dataclass(frozen=True, slots=True)
 class IndexReport:
-    """One index.
+    """Report on one index.
 
     Attributes:
         name: name of its folder, or its path if two folders have the same name.
@@ -39,7 +39,7 @@ class Service:
     """A running service, as reports see it.
 
     Attributes:
-        drafter: answers requests; None until it is open, and all counts are zero until then.
+        drafter: answers requests; None until it is open. Until then, all counts are zero.
         observer: counts its calls.
         began_s: start time, in seconds since 1970.
     """
@@ -50,7 +50,7 @@ class Service:
 
     @property
     def plugins(self) -> Sequence[DrafterPlugin]:
-        """The plugins that keep the drafter's data."""
+        """The plugins that store the drafter's data."""
         return () if self.drafter is None else self.drafter.state.plugins
 
     def stats(self, *, census: bool = True) -> DrafterStats:

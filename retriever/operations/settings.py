@@ -61,7 +61,7 @@ class EndpointUrl(ServerUrl):
 
 
 class TokenizerSettings(BaseModel):
-    """The tokenizer."""
+    """Settings of the tokenizer."""
 
     model_config = ConfigDict(title="Drafts", extra="forbid", frozen=True, defer_build=True)
 
@@ -76,7 +76,7 @@ class TokenizerSettings(BaseModel):
 
 
 class RecordSettings(BaseModel):
-    """How recorded conversations are read."""
+    """Settings of reading recorded conversations."""
 
     model_config = ConfigDict(title="Log", extra="forbid", frozen=True, defer_build=True)
 
@@ -91,7 +91,7 @@ class RecordSettings(BaseModel):
 
 
 class DatabaseSettings(BaseModel):
-    """Databases in this process, in addition to the sequence itself."""
+    """Settings of databases in this process, in addition to the sequence itself."""
 
     model_config = ConfigDict(title="Drafts", extra="forbid", frozen=True, defer_build=True)
 
@@ -104,14 +104,14 @@ class DatabaseSettings(BaseModel):
         list[Path],
         Metavar("FILE"),
         Field(
-            description="Phrases to draft once they have begun: one a line, or (.jsonl) each line "
-            '{"text": "..."} or {"ids": [...]}. Repeatable.'
+            description="Phrases to draft once they have begun, one a line: as text, or (.jsonl) "
+            'as {"text": "..."} or {"ids": [...]}. Repeatable.'
         ),
     ] = []
 
 
 class EmbeddedSettings(DatabaseSettings):
-    """What a drafter in this process keeps, and how it refreshes indexes."""
+    """Settings of what a drafter in this process stores, and how it refreshes indexes."""
 
     model_config = ConfigDict(title="Drafts", extra="forbid", frozen=True, defer_build=True)
 
@@ -171,7 +171,7 @@ class CredentialSettings(BaseModel):
     ] = None
 
     def shown_credentials(self, environment: Mapping[str, str] = os.environ) -> Credentials | None:
-        """Return the credentials from the file, else from the environment; None without either.
+        """Return the credentials from the file, else from the environment; None if neither has any.
 
         Raises:
             CredentialsError: a file cannot be used.
@@ -277,7 +277,7 @@ class NetworkSettings(BaseModel):
             ge=0,
             allow_inf_nan=False,
             description="How long the last content of --access or --client-ca admits callers "
-            "once the file cannot be read or is invalid, in seconds; then no caller is. 0: none.",
+            "once the file cannot be read or is invalid, in seconds; after that, none is. 0: none.",
         ),
     ] = DEFAULT_GRACE_S
     insecure: Annotated[
@@ -316,7 +316,7 @@ _OFTEN_SET: Final = frozenset({"max_bytes", "max_sessions"})
 
 
 def _rank_of(limit: str) -> object:
-    """Return the markers of the setting of a limit: whether it is rare."""
+    """Return the marker of a limit that is rarely set; None for other limits."""
     return None if limit in _OFTEN_SET else RARE
 
 

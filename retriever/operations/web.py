@@ -1,7 +1,7 @@
 """Metrics, probes and a status page over HTTP: read only, in separate threads.
 
-The server is the standard library's with bounds on the number of connections and the total time of
-each, so that a client that sends nothing or does not read cannot block others.
+The server is the standard library's, with bounds on the number of connections and the total time of
+each. So a client that sends nothing or does not read cannot block others.
 """
 
 import io
@@ -24,7 +24,7 @@ from retriever.operations.service_report import Service
 
 _MAX_PORT: Final = 65535
 _MAX_HEAD_BYTES: Final = 8192  # largest request head; a browser's has about 1,000
-_PERIOD_S: Final = 0.2  # most time that a connection is open beyond its limit
+_PERIOD_S: Final = 0.2  # longest time that a connection is open after its limit
 _STATUS_PAGE: Final = "retriever.plugins.status_page"
 
 _logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class WebAddress:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach it."""
+        """Whether only this machine can reach the address."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -102,10 +102,10 @@ class WebLimits:
     """Limits on HTTP callers.
 
     Attributes:
-        max_open: open connections, each with a thread; a new one replaces the oldest.
+        max_open: most open connections, each with a thread; one more replaces the oldest.
         total_s: time for request and answer together, in seconds; a scraper's own limit is usually
             10 s.
-        renderers: answers that are rendered concurrently: a scraper's and a browser's.
+        renderers: most answers that are rendered concurrently: a scraper's and a browser's.
     """
 
     max_open: int = 128
@@ -116,7 +116,7 @@ class WebLimits:
 DEFAULT_LIMITS: Final = WebLimits()
 
 Rendered = Callable[[str], Answer]
-"""Renders the answer of a path, for the Accept header of a request."""
+"""Function that renders the answer of a path, given the Accept header of a request."""
 
 
 class Web:
@@ -177,7 +177,7 @@ class Web:
         lifecycle = self._service.observer.lifecycle
         if lifecycle.is_ready:
             return Answer(HTTPStatus.OK, _PLAIN, b"ready\n")
-        is_up = lifecycle.phase is Phase.READY  # but admits no caller
+        is_up = lifecycle.phase is Phase.READY  # but no caller is admitted
         why = "credentials cannot be read" if is_up else lifecycle.phase.value
         return Answer(HTTPStatus.SERVICE_UNAVAILABLE, _PLAIN, f"{why}\n".encode())
 
@@ -234,7 +234,7 @@ class Connections(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
-        """Cut the connections whose time is up; called periodically while this serves."""
+        """Cut the connections whose time is up; called periodically while the server runs."""
         self._cut_before(time.monotonic() - self._limits.total_s)
 
     def shutdown_request(self, request: Any) -> None:
@@ -282,7 +282,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile = io.BytesIO(head)
 
     def do_GET(self) -> None:
-        """Answer."""
+        """Answer a GET or HEAD request."""
         self._send(self._answer())
 
     do_HEAD = do_GET  # noqa: N815  (name from the library)

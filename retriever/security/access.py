@@ -79,7 +79,7 @@ class TokenHash:
         return f"{self.name}:{self.salt.hex()}:{self.digest.hex()}"
 
     def fits(self, token: str) -> bool:
-        """Compare with a token in constant time."""
+        """Compare the hash with a token in constant time."""
         return hmac.compare_digest(self.digest, _digest(self.salt, token))
 
 
@@ -104,7 +104,7 @@ def _digest(salt: bytes, token: str) -> bytes:
 
 
 class Scope(StrEnum):
-    """What a credential is for."""
+    """What a credential may be used for."""
 
     DRAFT = "draft"
     DELETE = "delete"
@@ -121,9 +121,9 @@ class Grant:
 
     Attributes:
         name: name of the credential in logs: its own name, else that of the token or the identity.
-        tenant: tenant that it acts for; "" for an administrator without one.
+        tenant: tenant that the holder acts for; "" for an administrator without a tenant.
         scopes: scopes of the credential.
-        added: day on which it was made, as `2026-11-28`; "" if its line does not say.
+        added: day on which the credential was made, as `2026-11-28`; "" if its line states none.
     """
 
     name: str
@@ -165,7 +165,7 @@ class Access:
         return next((grant for grant in found if grant is not None), None)
 
     def named(self, name: str) -> Grant | None:
-        """Return the grant by name of the token, identity, or name of the credential."""
+        """Return the grant of a token's name, an identity, or a credential's name."""
         if name in self.tokens:
             return self.tokens[name][1]
         if name in self.certificates:
@@ -179,10 +179,10 @@ def read_access(path: Path, *, by_operator: bool = False) -> Access:
 
     Args:
         path: path of the file.
-        by_operator: root may read a file of any user.
+        by_operator: whether root may read a file of any user.
 
     Raises:
-        CredentialsError: it cannot be read, others may read or change it, or a line is wrong.
+        CredentialsError: the file cannot be read, others may read or change it, or a line is wrong.
     """
     return _parsed(read_private_file(path, by_operator=by_operator), path)
 
@@ -197,7 +197,7 @@ def add_token(
 
     Args:
         path: path of the file; created with mode 0600 if it does not exist.
-        tenant: tenant that it acts for; "" for a token that only administers.
+        tenant: tenant that the token acts for; "" for a token that only administers.
         scopes: scopes of the token.
         name: name of the token in logs; None for its 16 digits.
 
@@ -232,7 +232,7 @@ def remove(path: Path, name: str) -> Grant:
     """Remove a credential by token name, by certificate identity, or by the name in its line.
 
     Returns:
-        The grant that it had.
+        The grant that the credential had.
 
     Raises:
         CredentialsError: the file cannot be used, or has no such credential.
@@ -244,7 +244,7 @@ def set_scopes(path: Path, name: str, scopes: Collection[Scope]) -> Grant:
     """Set the scopes of a credential; `name` as for `remove`.
 
     Returns:
-        The grant that it had.
+        The grant that the credential had.
 
     Raises:
         CredentialsError: the file cannot be used, has no such credential, or the credential cannot
@@ -321,7 +321,7 @@ def _check(content: bytes, path: Path, name: str, is_right: Callable[[Grant | No
     """Check that a change is in the file.
 
     Raises:
-        CredentialsError: it is not.
+        CredentialsError: the change is not in the file.
     """
     if not is_right(_parsed(content, path).named(name)):
         raise CredentialsError(f"{path} was changed meanwhile: the change of {name} is not in it")

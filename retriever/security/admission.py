@@ -40,8 +40,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 def scope_for(method: str) -> Scope | None:
     """Return the scope that a call requires, by its full name; None if any credential will do.
 
-    Calls that are not listed require the scope admin, so a new service is closed until it is
-    listed.
+    Calls that are not listed require the scope admin, so a new call is closed until it is listed.
     """
     for name in (method, f"{method.rpartition('/')[0]}/"):
         if name in _SCOPES:
@@ -50,7 +49,7 @@ def scope_for(method: str) -> Scope | None:
 
 
 class Authenticator:
-    """Finds what a caller may do: by its token if it sends one, else by its certificate.
+    """Finds what a caller may do, by its token if it sends one, else by its certificate.
 
     Args:
         access: the access file; None to let each certificate act for the tenant of its own name.
@@ -95,7 +94,8 @@ class Authenticator:
     def current(self) -> Access | None:
         """Return the current access file; the same object while it is unchanged.
 
-        If a file could not be used for longer than the grace period, it lists no credentials.
+        If a file could not be used for longer than the grace period, the result lists no
+        credentials.
         """
         if self._clock() < self._look_at_s:
             return self._current
@@ -185,24 +185,24 @@ class Caller:
 
     @property
     def tenant(self) -> str:
-        """The tenant that the caller acts for; "" for an administrator without one.
+        """The tenant that the caller acts for; "" for an administrator without a tenant.
 
         Raises:
-            AccessRefusedError: its credentials have expired, were revoked, or moved to another
-                tenant.
-            NotPermittedError: they have lost the scope of the call.
+            AccessRefusedError: the caller's credentials have expired, were revoked, or moved to
+                another tenant.
+            NotPermittedError: the credentials have lost the scope of the call.
         """
         self.check()
         return self._grant.tenant
 
     @property
     def name(self) -> str:
-        """The name of its credentials for logs: a token's name or an identity; not secret."""
+        """Name of the caller's credentials in logs: a token's name or an identity; not secret."""
         return self._grant.name
 
     @property
     def scopes(self) -> frozenset[Scope]:
-        """The scopes of its credentials."""
+        """The scopes of the caller's credentials."""
         return self._grant.scopes
 
     def check(self) -> None:
@@ -240,7 +240,7 @@ def _who(token: str | None, certificate: Certified | None) -> str:
 
 
 def token_in(metadata: Iterable[tuple[str, Any]]) -> str | None:
-    """Return the bearer token of a call; None if it has none."""
+    """Return the bearer token of a call; None if the call has none."""
     for key, value in metadata:
         if key == "authorization":
             text = value if isinstance(value, str) else bytes(value).decode("latin-1")
@@ -249,7 +249,7 @@ def token_in(metadata: Iterable[tuple[str, Any]]) -> str | None:
 
 
 def certificate_of(auth_context: Mapping[str, Iterable[bytes]]) -> Certified | None:
-    """Return the client certificate of a connection; None if it has none."""
+    """Return the client certificate of a connection; None if the connection has none."""
     found = list(auth_context.get("x509_pem_cert", ()))
     return _certified(bytes(found[0])) if found else None
 
@@ -283,5 +283,5 @@ def _authorities(path: Path) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _grant_itself(name: str) -> Grant:
-    """Return the grant of a certificate without an access file: to act for its own name."""
+    """Return a certificate's grant without an access file: for the tenant of the same name."""
     return Grant(name, name, TENANT_SCOPES)

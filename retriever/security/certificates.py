@@ -14,7 +14,7 @@ def read_pair(certificate: Path, key: Path, now: datetime) -> tuple[bytes, bytes
     """Return the PEM of a certificate and the PEM of its key.
 
     Raises:
-        CredentialsError: they cannot be read, do not belong together, or are not valid now.
+        CredentialsError: the files cannot be read, do not belong together, or are not valid now.
     """
     chain = read_file(certificate)
     certificates = _certificates(chain, certificate)
@@ -125,7 +125,7 @@ def library() -> Any:
     """Return the package `cryptography`, with the modules that are used here.
 
     Raises:
-        CredentialsError: it is not installed.
+        CredentialsError: the package is not installed.
     """
     try:
         import cryptography.exceptions  # noqa: PLC0415  (an extra)
@@ -152,7 +152,7 @@ class Certified:
 
 
 def certified(pem: bytes) -> Certified:
-    """Return a certificate's identities and expiry; an unreadable one has none and has expired."""
+    """Return a certificate's identities and expiry; no identities, and expired, if unreadable."""
     x509 = library().x509
     try:
         certificate = x509.load_pem_x509_certificate(pem)

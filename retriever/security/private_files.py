@@ -14,17 +14,18 @@ from retriever.errors import CredentialsError
 
 LOOK_EVERY_S: Final = 0.5
 """Interval between checks of the files, in seconds. A change takes effect within a second: the
-other half second is for reading it and for calls in progress."""
+other half second is for reading the file and for calls in progress."""
 
 PATIENCE_S: Final = 2.0
-"""How long a check may take before the files count as unreadable, in seconds; 16 MiB take one."""
+"""How long a check may take before the files count as unreadable, in seconds. Reading 16 MiB takes
+one second."""
 
 DEFAULT_GRACE_S: Final = 300.0
 """How long the last content of a file admits callers once the file cannot be used, in seconds.
 
-An alert takes a minute or two to reach a person, who takes as long to restore the file: a shorter
-time would turn a slip into an outage. A longer time would keep admitting callers whom the broken
-change was meant to revoke.
+An alert takes a minute or two to reach a person, who takes as long to restore the file. So a
+shorter time would turn a mistake into an outage. A longer time would keep admitting callers whom
+the broken change was meant to revoke.
 """
 
 _SETTLED_NS: Final = 100_000_000  # file system clocks tick every 1 to 10 ms
@@ -41,7 +42,7 @@ def read_file(path: Path) -> bytes:
     """Return the content of a file.
 
     Raises:
-        CredentialsError: it cannot be read, or is far too long.
+        CredentialsError: the file cannot be read, or is far too long.
     """
     return _read(path)[0]
 
@@ -51,7 +52,8 @@ def read_private_file(path: Path, *, by_operator: bool = False) -> bytes:
 
     Args:
         path: path of the file.
-        by_operator: let root read a file of any user: root acts for the service's user here.
+        by_operator: whether root may read a file of any user, because it acts for the service's
+            user.
 
     Raises:
         CredentialsError: the file cannot be read, others may read or change it, or it belongs to
@@ -94,8 +96,8 @@ def read_open_file(file: BinaryIO, path: Path) -> bytes:
     """Return the content of an open file, from its current position.
 
     Raises:
-        CredentialsError: it is not a regular file, or far too long.
-        OSError: it cannot be read.
+        CredentialsError: the file is not a regular file, or is far too long.
+        OSError: the file cannot be read.
     """
     found = os.fstat(file.fileno())
     is_file = stat.S_ISREG(found.st_mode) and found.st_size <= _MAX_BYTES
@@ -106,7 +108,7 @@ def read_open_file(file: BinaryIO, path: Path) -> bytes:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open without blocking, even a pipe without a writer."""
+    """Open a file without blocking, even a pipe without a writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -119,9 +121,9 @@ class Reloaded(Generic[_Value]):
 
     Args:
         paths: paths of the files.
-        read: parses them.
+        read: parses the files.
         clock: returns monotonic seconds.
-        grace_s: how long the last value counts once the files cannot be used, in seconds.
+        grace_s: how long the last value is used once the files cannot be used, in seconds.
 
     Raises:
         CredentialsError: the files cannot be used.
@@ -172,7 +174,7 @@ class Reloaded(Generic[_Value]):
     def failing_s(self) -> float | None:
         """How long the files have been unusable, in seconds; None while they are usable.
 
-        They are unusable while a file system does not answer.
+        Files also count as unusable while their file system does not answer.
         """
         since_s, looking_since_s = self._failing_since_s, self._looking_since_s
         if since_s is not None:
@@ -214,7 +216,7 @@ class Reloaded(Generic[_Value]):
                 self._is_settled = False  # the obstacle can vanish without a change of the file
             if str(error) != self._failure:
                 self._failure = str(error)
-                _LOGGER.warning("%s; what was read from it before %s", error, self._for_how_long())
+                _LOGGER.warning("%s; its earlier content %s", error, self._for_how_long())
         else:
             has_failed = self._failing_since_s is not None
             self._failing_since_s, self._failure, self._is_told = None, "", False
@@ -223,9 +225,9 @@ class Reloaded(Generic[_Value]):
 
     def _for_how_long(self) -> str:
         if math.isinf(self._grace_s):
-            return "still counts"
+            return "stays in force"
         left_s = max(0.0, self._grace_s - (self.failing_s or 0.0))
-        return f"counts for {left_s:.0f} s more: restore the file"
+        return f"stays in force for {left_s:.0f} s: restore the file"
 
     def _stamp_now(self) -> _Stamp:
         return tuple(map(_stamp_of, self._paths))
@@ -240,6 +242,6 @@ def _stamp_of(path: Path) -> tuple[int, ...]:
 
 
 def _is_settled(stamp: _Stamp) -> bool:
-    """Return whether any later change gives another stamp: file times advance in steps."""
+    """Return whether any later change gives another stamp, because file times advance in steps."""
     now_ns = time.time_ns()
     return all(abs(now_ns - changed_ns) > _SETTLED_NS for *_, changed_ns in filter(None, stamp))

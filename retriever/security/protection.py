@@ -31,9 +31,9 @@ class TlsFiles:
     """Paths of the server's TLS material, as PEM files.
 
     Attributes:
-        certificate: certificate of the server, followed by the intermediate ones up to its
+        certificate: certificate of the server, followed by the intermediate certificates up to its
             authority.
-        key: the private key that belongs to it; readable by its owner and group only.
+        key: the private key of the certificate; only its owner and group can read it.
         client_ca: authorities that sign client certificates (mutual TLS); None to require no client
             certificate.
     """
@@ -44,7 +44,7 @@ class TlsFiles:
 
     @property
     def paths(self) -> list[Path]:
-        """All paths."""
+        """All paths that are given."""
         return [path for path in (self.certificate, self.key, self.client_ca) if path is not None]
 
 
@@ -53,9 +53,9 @@ class TlsMaterial:
     """The checked content of the files.
 
     Attributes:
-        certificate: PEM.
-        key: PEM.
-        client_ca: PEM, or None.
+        certificate: PEM of the certificate file.
+        key: PEM of the key file.
+        client_ca: PEM of the authorities' file, or None.
         expires_at: earliest expiry of the certificates.
         expires_first: file of the certificate that expires first.
     """
@@ -144,7 +144,7 @@ def read_tls(files: TlsFiles, now: datetime | None = None) -> TlsMaterial:
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """Whether a credential file can be used.
+    """The state of a credential file: whether it can be used.
 
     Attributes:
         name: name of the setting that names the file.
@@ -165,8 +165,9 @@ class ProtectionFiles:
         certificate: certificate of the server, PEM; if given, connections are encrypted.
         key: private key of the certificate.
         client_ca: authorities; only clients with a certificate that they signed may connect.
-        access: maps tokens and certificates to tenants.
-        insecure: listen without protection even on addresses that other machines can reach.
+        access: access file, which maps tokens and certificates to tenants.
+        insecure: whether to listen without protection even on addresses that other machines can
+            reach.
         grace_s: how long the last content of a file admits callers once the file cannot be used, in
             seconds.
     """
@@ -185,9 +186,10 @@ class Protection:
 
     Attributes:
         tls: TLS material; None if connections are not encrypted.
-        authenticator: identifies callers; None to skip authentication, and all act for the tenant
-            "".
-        insecure: listen without protection even on addresses that other machines can reach.
+        authenticator: identifies callers; None for no authentication: all callers act for the
+            tenant "".
+        insecure: whether to listen without protection even on addresses that other machines can
+            reach.
     """
 
     tls: ServerTls | None = None
@@ -199,7 +201,7 @@ class Protection:
         """Read and check the content of the files.
 
         Raises:
-            CredentialsError: a file cannot be used, or one that another depends on is missing.
+            CredentialsError: a file cannot be used, or a file that another one needs is missing.
         """
         if (files.certificate is None) != (files.key is None):
             raise CredentialsError("a certificate and its key belong together: give both")
@@ -218,8 +220,8 @@ class Protection:
         """Refuse an address that other machines can reach without authentication or encryption.
 
         Raises:
-            InsecureAddressError: it is neither loopback nor a unix socket, encryption or
-            authentication is missing, and `insecure` is not set.
+            InsecureAddressError: the address is neither loopback nor a unix socket, encryption or
+                authentication is missing, and `insecure` is not set.
         """
         missing = self._missing()
         if not missing or is_local(address):
@@ -256,11 +258,11 @@ class Protection:
         """Check the files until cancelled, even without calls; warn before certificates expire.
 
         Args:
-            tell: called with their state after each check, twice a second.
+            tell: called with the state of the files after each check, twice a second.
         """
         if self.tls is None and self.authenticator is None:
             return
-        # A separate thread: the shared ones can be busy for longer than a revocation may take.
+        # A separate thread: shared threads can be busy for longer than a revocation may take.
         with ThreadPoolExecutor(1, "credentials") as thread:
             while True:
                 looking = asyncio.get_running_loop().run_in_executor(thread, self.look)
@@ -278,16 +280,16 @@ class Protection:
         return "callers are not authenticated" if self.authenticator is None else ""
 
 
-_AHEAD: Final = 0.9  # of the interval: calls on the event loop check the files if this is late
+_AHEAD: Final = 0.9  # share of the interval: if this is late, calls check the files
 
 NO_PROTECTION: Final = Protection()
-"""No protection, for loopback and unix sockets."""
+"""The protection of loopback addresses and unix sockets: none."""
 
 
 def is_local(address: str) -> bool:
     """Return whether only this machine can reach an address: a unix socket, or loopback.
 
-    A host name is loopback if all addresses that it resolves to are.
+    A host name is loopback if all addresses that it resolves to are loopback.
     """
     if address.startswith("unix:"):
         return True

@@ -1,7 +1,7 @@
 """Changing a private file, one process at a time, by replacing it with a new file.
 
-The lock is an flock on the file itself: a separate lock file would belong to root if root came
-first. A rename replaces the locked file, so a process that waited for the lock opens the path
+The lock is an flock on the file itself, because a separate lock file would belong to root if root
+came first. A rename replaces the locked file, so a process that waited for the lock opens the path
 again; the new file is locked before the rename. Editors take no lock, so a concurrent edit is
 detected before the rename.
 """
@@ -27,7 +27,7 @@ _LOOK_EVERY_S: Final = 0.005
 
 
 def rewrite(path: Path, change: Callable[[bytes], bytes], *, make: bool = False) -> bytes:
-    """Change the content of a private file; its owner, group and mode stay.
+    """Change the content of a private file; its owner, group and mode stay the same.
 
     A symlink is followed, and its target is changed.
 

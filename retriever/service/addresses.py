@@ -78,7 +78,7 @@ _NO_GROUP: Final = (1 << 32) - 1  # chown(2): leave unchanged
 
 
 def check_address(address: str, setting: str = "--address") -> None:
-    """Refuse an address that cannot be bound or that gRPC misreads: it takes ports modulo 65536.
+    """Refuse an address that cannot be bound, or that gRPC misreads by taking ports modulo 65536.
 
     Args:
         address: address to listen on.
@@ -107,7 +107,7 @@ def check_address(address: str, setting: str = "--address") -> None:
 
 
 def _check_socket_is_free(path: Path, setting: str) -> None:
-    """Refuse a unix socket on which another process serves: binding would take it away."""
+    """Refuse a unix socket on which another process serves: binding would replace it."""
     if not path.parent.is_dir():
         raise AddressInUseError(f"cannot listen on {path}: there is no folder {path.parent}")
     try:

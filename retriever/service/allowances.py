@@ -1,7 +1,7 @@
 """Rate limits of tenants: work and deletions are counted before they are done.
 
-A token bucket for each tenant holds what it may ask for in a second or a minute. A request beyond
-that is still done, so that no request is ever too large; further requests are refused until the
+A token bucket for each tenant holds the units that it may use in a second or a minute. A request
+for more is still done, so that no request is ever too large. Further requests are refused until the
 bucket has refilled. A unit of work is a node of a tree, about a microsecond.
 """
 
@@ -14,16 +14,16 @@ from retriever.drafter import DraftRequest
 from retriever.errors import LimitExceededError
 
 UNITS_PER_SEQUENCE: Final = 16
-"""Units per sequence of a step: look-up, commit and messages take some 20 microseconds besides the
-nodes."""
+"""Units per sequence of a step: look-up, commit and messages take about 20 microseconds, without
+the nodes."""
 
 TOKENS_PER_UNIT: Final = 8
-"""Tokens read per microsecond, including conversion and tables."""
+"""Number of tokens read per microsecond, including conversion and tables."""
 
 _MINUTE_S: Final = 60.0
 _ROUNDING_S: Final = 1e-6
 _MANY: Final = 1024
-"""Tenants kept before those with a full allowance are dropped; bounds memory."""
+"""Most tenants in memory; above this, tenants with a full allowance are dropped."""
 
 
 def work_of_tokens(num_tokens: int) -> float:
@@ -49,8 +49,8 @@ class Allowances:
     """The remaining allowances of tenants.
 
     Args:
-        rates: returns the current limits: units per second of one tenant, infinity for no limit,
-            and the debt in seconds up to which a new request is accepted.
+        rates: returns the current limits: the units per second of one tenant (infinity for no
+            limit), and the debt in seconds up to which a new request is accepted.
         limit: name of the setting of the limit.
         beyond: message for a tenant that is over its limit.
         clock: returns monotonic seconds.

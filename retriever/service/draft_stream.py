@@ -35,22 +35,24 @@ from retriever.wire.messages import (
 )
 from retriever.wire.statuses import late_status, session_status
 
-_REQUESTS_AT_ONCE: Final = 128  # requests converted in one go: a quarter of a millisecond
+_REQUESTS_AT_ONCE: Final = 128  # requests converted at once: a quarter of a millisecond
 _COMMITS_AT_ONCE: Final = 32  # commits between two checks of the clock
-_DRAFTS_AT_ONCE, _NODES_AT_ONCE = 8, 256  # per kernel call: about two turns of the loop
+_DRAFTS_AT_ONCE, _NODES_AT_ONCE = 8, 256  # most per kernel call: about two turns of the loop
 
 _MESSAGE_S: Final = 0.0002  # gRPC's time on the loop to receive and answer a message
 _SEQUENCE_S: Final = 60e-6
-"""Expected time of a sequence of a step; decides how many short steps fit in a tenant's turn."""
+"""Expected time of a sequence of a step, in seconds. It decides how many short steps fit in a
+tenant's turn."""
 
 _MOST_LASTING: Final = 4
-"""Most long outputs of a stream that are learned while it continues; each holds its tokens."""
+"""Most long outputs of a stream that are learned while the stream continues; each holds its tokens
+in memory."""
 
 
 MOST_FAIL_OPENS: Final = 1 << 20
 """Most missed drafts counted for one message and reason.
 
-More than a client misses between two messages; bounds false reports.
+A client misses fewer between two messages, so this bounds false reports.
 """
 
 
@@ -70,7 +72,7 @@ def bounded_fail_opens(told: Iterable[pb.FailOpenCount]) -> Counter[int]:
 def without_drafts(message: pb.DraftStreamRequest) -> pb.DraftStreamResponse:
     """Answer a message with empty trees while there is no drafter; nothing is recorded.
 
-    Its sessions are unknown later, as after a restart, and clients open them again.
+    The message's sessions are unknown later, as after a restart, and clients open them again.
     """
     response = pb.DraftStreamResponse(
         sequence_number=message.sequence_number, trees=(pb.DraftTree() for _ in message.steps)
@@ -141,13 +143,13 @@ class DraftStream:
             return self._last
         if number != self._number + 1:
             return _out_of_order(number, self._number + 1)
-        # Only after the work: if the stream ends earlier, `close` ends all its sessions.
+        # Set only after the work: if the stream ends earlier, `close` ends all its sessions.
         self._last = await self._work(message, read_at_s)
         self._number = number
         return self._last
 
     def close(self) -> None:
-        """End the open sessions of this stream; nothing is kept."""
+        """End the open sessions of this stream, without storing their outputs."""
         self._drafter.discard(self._owned.items())
         self._owned.clear()
 
@@ -186,7 +188,7 @@ class DraftStream:
         return response
 
     async def _requests(self, steps: Sequence[pb.SessionStep]) -> list[DraftRequest]:
-        """Convert the steps of a message in parts, yielding the turn in between."""
+        """Convert the steps of a message in parts, and yield the turn between them."""
         requests: list[DraftRequest] = []
         for first in range(0, len(steps), _REQUESTS_AT_ONCE):
             requests += requests_of(steps[first : first + _REQUESTS_AT_ONCE], self._default_nodes)
@@ -257,7 +259,7 @@ class DraftStream:
         """Commit and draft in one kernel call, if the step is small and plain enough.
 
         Returns:
-            Whether it was done; if not, nothing was.
+            Whether this was done; if not, the step has had no effect.
         """
         is_piece = (
             len(requests) <= _DRAFTS_AT_ONCE

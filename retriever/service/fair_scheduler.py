@@ -3,12 +3,12 @@
 This is deficit round robin (Shreedhar and Varghese, 1995) with an iteration of the event loop as a
 round. In each round, a tenant may work for one slice. Work beyond that becomes a debt, for which
 the tenant sits out later rounds. So a waiting tenant gets its turn in the next round. Until then it
-waits for at most one slice of every other tenant in that round, the rest of their slices in the
-round before, and one indivisible piece of work. Within a tenant, streams take turns, and all calls
-outside of streams count as one stream.
+waits at most for the rest of the other tenants' slices in the current round, for one slice of each
+in the next, and for one indivisible piece of work. Within a tenant, streams take turns, and all
+calls outside of streams count as one stream.
 
-A tenant that works alone is not held back, except that a stream whose slice is over waits for the
-next iteration, so that messages of others are read in between.
+A tenant that works alone is not held back. Its streams only wait for the next iteration when a
+slice is over, so that messages of others are read in between.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class _Waiting(NamedTuple):
 
 
 class _Tenant:
-    """A tenant with work, or with streams that may bring work.
+    """A tenant with work, or with streams that may send work.
 
     Attributes:
         left_s: rest of its slice of the round; below 0 for a debt.
@@ -66,7 +66,7 @@ class _Tenant:
 
 
 class FairScheduler:
-    """Gives out turns to the streams and calls of all tenants. For one event loop.
+    """Gives turns to the streams and calls of all tenants, on one event loop.
 
     Args:
         uses: records the time that tenants work.
@@ -114,7 +114,7 @@ class FairScheduler:
     async def wait(self, name: str, tenant: _Tenant, key: Hashable, expected_s: float) -> float:
         """Wait for a turn of a stream; return the time deducted from the tenant's slice for it."""
         if len(self._tenants) == 1 and not tenant.waiting and not self._num_granted:
-            # No other tenant: wait for one iteration only, where a round takes two.
+            # No other tenant: wait for one iteration only; a round would take two.
             self._num_granted += 1
             try:
                 await asyncio.sleep(0)
@@ -128,7 +128,7 @@ class FairScheduler:
         try:
             await waiting.granted
         except asyncio.CancelledError:
-            if not waiting.granted.cancelled():  # otherwise a round drops it
+            if not waiting.granted.cancelled():  # else a round drops this wait
                 tenant.left_s += expected_s
             raise
         finally:

@@ -1,8 +1,9 @@
 """The gate between gRPC and the work of a call.
 
-Every call passes it once: it is counted, refused while the service starts or drains, authenticated,
-and parsed, and its errors become statuses. A message can wait for its turn for so long that its
-token is revoked meanwhile, so callers are checked again before each answer.
+Every call passes the gate once. The gate counts it, refuses it while the service starts or drains,
+authenticates its caller, parses its message, and turns its errors into statuses. A message can wait
+for its turn for so long that its token is revoked meanwhile, so callers are checked again before
+each answer.
 """
 
 import logging
@@ -27,8 +28,8 @@ from retriever.wire.reading import read
 from retriever.wire.statuses import abort, status_of
 
 LONG_MESSAGE: Final = 1 << 20
-"""Messages of this many bytes are parsed in another thread: copying lists takes a tenth of a
-millisecond per megabyte, and ten times that into new pages."""
+"""Messages of at least this many bytes are parsed in another thread. Copying lists takes a tenth of
+a millisecond per megabyte, and ten times as long into new pages."""
 
 _FAILED: Final = "the service could not do this: its log says why; try again, or ask its operator"
 _CRASHED: Final = "the service failed: its log has more"
@@ -50,7 +51,7 @@ class Call:
         aside: parses long messages; None if all are short.
 
     Attributes:
-        caller: as given.
+        caller: as passed to the constructor.
     """
 
     __slots__ = ("_aside", "_context", "_message", "caller")
@@ -82,7 +83,8 @@ class Call:
         """Return the message in some bytes, if the caller may still send it.
 
         Raises:
-            RetrieverError: the bytes are not a message, or it is refused; see `wire.reading`.
+            RetrieverError: the bytes are not a message, or the message is refused; see
+                `wire.reading`.
             AccessRefusedError: the caller's credentials were revoked or have expired.
         """
         tenant = self.tenant
@@ -99,7 +101,7 @@ class _Method(NamedTuple):
         full_name: name with the service's.
         message: class of its messages.
         takes_call: whether its servicer is ours and gets a `Call`; others get gRPC's context.
-        observer: counts calls, and knows whether they can be taken now; None for neither.
+        observer: counts calls, and knows whether they can be taken now; None to skip both.
     """
 
     name: str
@@ -124,7 +126,7 @@ class Gate(aio.ServerInterceptor):
 
     Args:
         authenticator: checks credentials of callers; None for no authentication.
-        observer: counts calls, and knows the phase of the service; None for neither.
+        observer: counts calls, and knows the phase of the service; None to skip both.
         open_methods: full names of methods that need no credentials, such as health checks.
 
     Attributes:

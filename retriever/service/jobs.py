@@ -43,7 +43,8 @@ from retriever.wire.messages import (
 )
 
 LONG_PROMPT: Final = 1 << 12
-"""Longer contexts and prompts, in tokens, are read in a worker pool; this many take a slice."""
+"""Contexts and prompts of more tokens than this are read in a worker pool. Reading this many takes
+a slice of a tenant's turn."""
 
 _RETRY_S: Final = 0.1
 """Retry delay in a refusal for too many calls; about a hundred calls finish in this time."""
@@ -55,7 +56,7 @@ _Result = TypeVar("_Result")
 
 
 class Flushing:
-    """Flushes a drafter in a worker pool; one flush covers all sessions that ended during the last.
+    """Flushes a drafter in a worker pool; a flush covers all sessions that ended during the last.
 
     Args:
         state: state of the drafter to flush.
@@ -100,7 +101,8 @@ class Flushing:
 
 
 _MOST_ENDS: Final = 4096
-"""Number of remembered ends of sessions, at most a megabyte: calls are repeated within seconds."""
+"""Number of remembered ends of sessions, which take at most a megabyte. It is enough, because calls
+are repeated within seconds."""
 
 
 class RecentEnds:
@@ -122,7 +124,7 @@ class RecentEnds:
         return saving if length and ended_at == length else None
 
     def forget(self, tenant: str, name: str | None = None) -> None:
-        """Forget a tenant's sessions: those of a name, or all."""
+        """Forget a tenant's sessions: those with a name, or all."""
         keys = [key for key in self._ends if key.namespace == tenant and name in {None, key.name}]
         for key in keys:
             del self._ends[key]
@@ -135,7 +137,7 @@ class Jobs:
         drafter: drafter to work with.
 
     Attributes:
-        drafter: as given.
+        drafter: as passed to the constructor.
         uses: usage of tenants.
         turns: turns on the event loop.
         workers: threads for long work.
@@ -279,8 +281,8 @@ class Jobs:
         """End a session of a tenant, in a turn; `Flushing` writes its output.
 
         Returns:
-            How its output is saved, which is known after the next flush; and the task that learns a
-            long output, which continues if the caller leaves, None for a short one.
+            The save status of its output, which is final after the next flush; and the task that
+            learns a long output, None for a short one. The task continues if the caller leaves.
 
         Raises:
             RetrieverError: the request is refused.
@@ -349,9 +351,9 @@ class Jobs:
         prepare = partial(self._state.prepare, tokens, options, charge)
         num_tokens = len(tokens) + sum(len(each.tokens) for each in predictions)
         if options.constraint is not None:
-            num_tokens += LONG_PROMPT  # it may have to be compiled
+            num_tokens += LONG_PROMPT  # compiling it may take long
         prepared = await self._read(slot, tenant, num_tokens, prepare)
-        del pool  # kept the outputs in memory until here
+        del pool  # held the tenant's outputs in memory until here
         self._read_by(tenant, num_tokens)
         return prepared
 

@@ -41,7 +41,7 @@ class OpenStreams:
             finally:
                 self._waiting.discard(task)
             yield message
-            del message  # it may be megabytes, and the next one may come late
+            del message  # a message may be megabytes, and the next may come late
         raise DrainingError("the service ends now: open the sessions on another one, or later")
 
     def end(self) -> None:

@@ -47,7 +47,7 @@ class Deleting:
     """Admits one deletion at a time, at a limited rate for each tenant.
 
     Args:
-        per_minute: returns the deletions that one tenant may make in a burst, refilled over a
+        per_minute: returns how many deletions one tenant may make in a burst, refilled over a
             minute.
         clock: returns monotonic seconds.
     """
@@ -88,7 +88,7 @@ class RetrieverServicer:
         drafter: drafter to use; None if `answer_with` sets it before the first call.
         pad_replies: whether drafts are padded to hide their size.
         lifecycle: phase of the service.
-        models: names of the models that it drafts for.
+        models: names of the models that the service drafts for.
 
     Attributes:
         streams: the open streams.
@@ -232,7 +232,7 @@ class RetrieverServicer:
                         padded_budgets(message, self._default_nodes),
                         message.tree_form,
                     )
-                del message  # free it: the next one may come late
+                del message  # free the message: the next one may come late
                 yield response
 
     async def CloseSession(

@@ -48,13 +48,13 @@ def give_back() -> None:
 
 
 def keep_message_memory() -> None:
-    """Have glibc keep the memory of messages for the next ones; `give_back` returns it.
+    """Have glibc reuse the memory of messages for later messages; `give_back` returns it.
 
     A message of a million tokens is copied twice as it is received. That takes 1 ms into memory
     that was used before and 5 ms into new pages, and all streams wait for it. By default glibc maps
-    the first such blocks one by one, returns free memory at the end of its heap, and has one arena
-    per thread, which returns its pages by separate rules. Takes effect for threads that start
-    later. Source: mallopt(3).
+    the first such blocks one by one, and returns free memory at the end of its heap. It also has
+    one arena per thread, which returns its pages by separate rules. The change takes effect for
+    threads that start later. Source: mallopt(3).
     """
     if _set_option is not None:
         _set_option(_MOST_ARENAS, 1)
@@ -223,8 +223,8 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
     """Serve until SIGINT or SIGTERM, then until sessions have ended, for at most `drain_s`.
 
     Listens first, so that health checks are answered, then opens the drafter. Outputs of sessions
-    that are open at the end are kept. A second signal ends the process immediately with status 128
-    plus the signal's number; files stay consistent, as after `kill -9`.
+    that are open at the end are stored. A second signal ends the process immediately with status
+    128 plus the signal's number; files stay consistent, as after `kill -9`.
 
     Args:
         open_drafter: opens the drafter, in another thread; the caller shuts it down.
@@ -235,12 +235,12 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
         socket_access: who may connect, if the address is a unix socket.
         pad_replies: whether drafts are padded.
         drain_s: longest wait for open sessions at the end, in seconds.
-        models: names of the models that it drafts for, for `GetServerInfo`.
+        models: names of the models that the service drafts for, for `GetServerInfo`.
 
     Raises:
         AddressInUseError: the address is in use or cannot be bound.
         InsecureAddressError: other machines can reach the address, and it is not protected.
-        RetrieverError: the drafter cannot be opened; also IndexerError.
+        RetrieverError: the drafter cannot be opened; an IndexerError may also be raised.
     """
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -259,7 +259,7 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
     opening = asyncio.create_task(listening.open(open_drafter))
     ending = asyncio.create_task(stopped.wait())
     await asyncio.wait({opening, ending}, return_when=asyncio.FIRST_COMPLETED)
-    if not opening.done() and observer.lifecycle.is_compiling:  # there is nothing to keep
+    if not opening.done() and observer.lifecycle.is_compiling:  # there is nothing to store
         for task in (opening, watching, telling):
             task.cancel()
         with suppress(asyncio.CancelledError):

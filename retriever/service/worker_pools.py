@@ -1,9 +1,9 @@
 """Worker pools: threads for long work, one pool per kind, so that no kind waits for another.
 
-Work is not interrupted. Each tenant has one piece of work running at a time, in order of arrival,
-so another tenant's work is next no matter how much one asks for. Long work takes a tenth of a
-second for a million tokens, almost all of it in kernels that do not hold the GIL, so the system
-shares processors among the threads. Cancelled work is not started; started work is finished.
+Work is not interrupted. Each tenant has one piece of work running at a time, in order of arrival.
+So another tenant's work is next no matter how much work one tenant has. Long work takes a tenth of
+a second for a million tokens. Almost all of that is in kernels that do not hold the GIL, so the
+system shares processors among the threads. Cancelled work is not started; started work is finished.
 """
 
 import asyncio
@@ -21,15 +21,15 @@ from typing import Any, Final, TypeVar
 from retriever.errors import LimitExceededError
 from retriever.sessions.draft_counts import TenantUses
 
-_LEAST_WAIT_S: Final = 0.05  # least retry delay in a refusal: below, retries would be a load
+_LEAST_WAIT_S: Final = 0.05  # shortest retry delay in a refusal; earlier retries would be a load
 _WEIGHT_OF_LAST: Final = 0.1  # weight of the latest duration in the mean
-_NICENESS: Final = 4  # with more, a thread that holds the GIL would be kept waiting with it
+_NICENESS: Final = 4  # with more, a thread would be delayed while it holds the GIL
 
 _Result = TypeVar("_Result")
 
 
 def _yield_processors() -> None:
-    """Lower the priority of this thread, behind normal threads; see setpriority(2)."""
+    """Lower the priority of this thread below that of normal threads; see setpriority(2)."""
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
@@ -70,7 +70,7 @@ class WorkerPool:
         self._threads = ThreadPoolExecutor(num_threads, f"foredraft-{name}", initializer=begin)
         self._max_waiting = max_waiting
         self._uses = uses
-        self._tenants: dict[str, deque[_Work]] = {}  # the first of each is in a thread
+        self._tenants: dict[str, deque[_Work]] = {}  # the first work of each is in a thread
         self._mean_s = 0.0
 
     @property

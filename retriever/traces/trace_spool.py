@@ -15,12 +15,12 @@ from retriever.drafter import Prediction, TokenIds
 from retriever.traces.traces import Trace
 
 _HEADER: Final = 6
-"""Count of numbers before the tokens of a trace: its label, the lengths of prompt and output, the
-number of predictions, and the lengths in bytes of its group and lane. Each prediction follows its
-length and that of its label. Group and lane come last."""
+"""Number of integers before the tokens of a trace. They are its label, the lengths of prompt and
+output, the number of predictions, and the lengths in bytes of its group and lane. Each prediction
+follows its length and that of its label. Group and lane come last."""
 
 Lane = Callable[[], Iterator[Trace]]
-"""Returns recorded outputs that follow one another."""
+"""Function that yields the recorded outputs of a lane, in order."""
 
 
 class TraceSpool:
@@ -69,7 +69,7 @@ class TraceSpool:
     def lanes(self) -> Iterator[list[Lane]]:
         """Yield the lanes of each group; groups and lanes are in the order of their first traces.
 
-        A trace without a group is a separate group. Others may iterate meanwhile.
+        A trace without a group is a separate group. Other code may iterate meanwhile.
         """
         groups: dict[tuple[str, int], dict[tuple[str, int], list[int]]] = {}
         for number, (group, lane) in enumerate(self._names):

@@ -35,15 +35,16 @@ if TYPE_CHECKING:
 
 
 MOST_PARTS: Final = 0.1
-"""Share of tokens that are parts of characters above which they dominate all figures."""
+"""Largest harmless share of tokens that are parts of characters. Above it, these tokens dominate
+all figures."""
 
 
 @dataclass(slots=True)
 class TokenizerFit:
     """How a tokenizer divides texts.
 
-    If it knows a script badly, a character is several tokens. All but the first are easy to draft,
-    so many of them flatter every drafter.
+    If the tokenizer covers a script badly, a character is several tokens. All of them except the
+    first are easy to draft, so they flatter every drafter.
 
     Attributes:
         num_characters: characters of the texts.
@@ -131,7 +132,7 @@ class ChatEncoder:
         """Return the ids of a conversation in the chat template, ready for the next answer.
 
         Raises:
-            UnusableError: the template refuses it.
+            UnusableError: the template refuses the conversation.
         """
         tokenizer = self.tokenizer
         if not tokenizer.chat_template:
@@ -153,7 +154,7 @@ class ChatEncoder:
 
 NO_TRACE: Final = "no trace"
 _STATED: Final = frozenset({"group", "lane", "prediction", "predictions"})
-"""Keys that describe an answer further: records with one of them are never repeats."""
+"""Keys that give more information on an answer. Records with one of them are never repeats."""
 
 REPEATED: Final = "answer that was read before"
 _MAX_TOKEN_ID: Final = (1 << 31) - 1
@@ -184,7 +185,7 @@ class TextEncoder(Protocol):
         """Return the ids of a conversation so far, as the model would see it.
 
         Raises:
-            UnusableError: the model cannot read it.
+            UnusableError: the model cannot read the conversation.
         """
         ...
 
@@ -202,7 +203,7 @@ class Trace:
         output: int32[m], the model's output.
         predictions: texts that the output was expected to contain.
         group: name of a group of outputs that were written concurrently and are similar; empty for
-            none.
+            no group.
         lane: name of a lane in the group; outputs of a lane follow one another. Empty for a
             separate lane.
     """
@@ -235,7 +236,7 @@ def read_traces(
             a turn of the assistant are skipped. Expected contents of an output (`prediction`,
             `predictions`) are read, too.
         encoder: encodes texts.
-        limit: most traces.
+        limit: most traces to read.
         skipped: counts conversations, and records without a trace; None to refuse such records.
 
     Raises:
@@ -303,7 +304,7 @@ class _Sides:
 
 
 class _Reading:
-    """Reading a file once; unusable records are counted or refused."""
+    """Reads a file once; unusable records are counted or refused."""
 
     def __init__(self, path: Path, encoder: TextEncoder, skipped: RecordingTally | None) -> None:
         self._path = path
@@ -393,7 +394,7 @@ def _sides(row: Any, path: Path, tally: RecordingTally) -> list[_Taken]:
     """Return the prompts and outputs of a record, and how many answers it has to each prompt.
 
     Raises:
-        UnusableError: it is not a trace.
+        UnusableError: the record is not a trace.
     """
     if _is_plain(row):
         return [(_field(row, "prompt"), _field(row, "output"), 1)]
@@ -442,11 +443,12 @@ def _place_in(row: Any) -> tuple[str, str]:
 def _predictions_in(row: Any, encoder: TextEncoder) -> tuple[Prediction, ...]:
     """Return the predictions of a record for its last output.
 
-    These are its `predictions`, a list of texts or of `{"text": …}` or `{"ids": […]}` with a
-    `label`; or its `prediction`, also in its `request`: a text, or an object as in OpenAI's API.
+    They are in its `predictions`, a list of texts or of `{"text": …}` or `{"ids": […]}` with a
+    `label`. Or they are in its `prediction`, also within its `request`: a text, or an object as in
+    OpenAI's API.
 
     Raises:
-        UnusableError: they have a different form.
+        UnusableError: the predictions have a different form.
     """
     if not isinstance(row, dict):
         return ()

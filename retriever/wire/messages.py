@@ -36,8 +36,8 @@ from retriever.tree import (
 from retriever.v1 import retriever_pb2 as pb
 
 DEFAULT_BUDGET_NODES: Final = 32
-"""Tree size, in nodes, for a request without a budget. Such a draft takes 35 us, and it is about
-the largest that still pays for a small model on a CPU."""
+"""Tree size, in nodes, for a request without a budget. Such a draft takes 35 us. It is about the
+largest that still saves time with a small model on a CPU."""
 
 _IDS: Final = np.dtype("<i4")
 _ID_BYTES: Final = 4
@@ -113,7 +113,7 @@ def prompt_of(message: pb.OpenSessionRequest) -> SentIds:
 
 
 def new_tokens_of(message: pb.CloseSessionRequest) -> SentIds:
-    """Return the tokens that the closing of a session commits."""
+    """Return the tokens that closing a session commits."""
     return SentIds(message.new_token_ids, message.new_token_bytes, "new_token_ids")
 
 
@@ -121,7 +121,7 @@ def predicted_in(messages: Sequence[pb.Prediction]) -> list[tuple[SentIds, str]]
     """Return the texts of predictions and their labels.
 
     Raises:
-        InvalidRequestError: they are too many for one message.
+        InvalidRequestError: there are too many predictions for one message.
     """
     check_num_sent(len(messages))
     return [
@@ -133,8 +133,8 @@ def tokens_to_wire(tokens: ArrayLike) -> bytes:
     """Return token ids as bytes.
 
     Raises:
-        InvalidRequestError: these are not integers in one dimension, or one is negative or beyond
-            31 bits.
+        InvalidRequestError: the ids are not integers in one dimension, or an id is negative or
+            beyond 31 bits.
     """
     return checked_tokens(tokens, None).astype(_IDS, copy=False).tobytes()
 
@@ -223,7 +223,7 @@ def closing_message(
     Args:
         session_id: name of the session on the wire.
         new_tokens: ids that the service does not have yet, as bytes.
-        remember: false to keep nothing of the session; overrides the option of the opening.
+        remember: false to store nothing of the session; overrides the option of the opening.
     """
     return pb.CloseSessionRequest(
         session_id=session_id, new_token_bytes=new_tokens, forget=not remember
@@ -242,8 +242,8 @@ def add_step(
         message: message of the step.
         request: request to add.
         session_id: name of the session on the wire.
-        new_tokens: ids that the service does not have yet, as bytes; sent in place of those of the
-            request.
+        new_tokens: ids that the service does not have yet, as bytes; sent instead of the request's
+            tokens.
 
     Raises:
         InvalidRequestError: a number does not fit the wire.
@@ -312,13 +312,13 @@ def outcome_trees_from(
     """Return the trees for the outcomes of each request; no trees for a request without outcomes.
 
     Raises:
-        InvalidTreeError: a request has no answer, there are more trees than were asked for, or a
+        InvalidTreeError: a request has no answer, there are more trees than were requested, or a
             tree is invalid.
     """
     asked = [request for request in requests if request.outcomes]
     answers = response.outcome_trees
     if len(answers) != len(asked):
-        raise InvalidTreeError(f"{len(answers)} answers for {len(asked)} sequences asked ahead")
+        raise InvalidTreeError(f"{len(answers)} answers for {len(asked)} sequences with outcomes")
     drafted = iter(answers)
     return [_outcome_trees(next(drafted), each) if each.outcomes else [] for each in requests]
 
@@ -379,7 +379,7 @@ def trees_from_messages(messages: Sequence[pb.DraftTree], num_trees: int) -> lis
     """Return the trees of a response, checked all together.
 
     Raises:
-        InvalidTreeError: their number differs, or one of them is invalid.
+        InvalidTreeError: the number of trees is not the number of sequences, or a tree is invalid.
     """
     if len(messages) != num_trees:
         raise InvalidTreeError(f"{len(messages)} trees for {num_trees} sequences")
@@ -574,7 +574,7 @@ _NODE_BYTES: Final = 5 + 3 + 4 + 1
 """Most bytes that a node takes on the wire: token id, parent, probability, source."""
 
 _TREE_BYTES: Final = 32
-"""Most bytes that a tree takes besides its nodes: tags and lengths."""
+"""Most bytes that a tree takes in addition to its nodes: tags and lengths."""
 
 _LEAST_REQUEST_BYTES: Final = 256
 _LEAST_NODES: Final = 16
@@ -582,7 +582,7 @@ _OTHERS_BYTES: Final = 32
 
 
 def padded_budgets(message: pb.DraftStreamRequest, default_nodes: int) -> list[int]:
-    """Return the budgets of all trees that a message asks for, as `pad` takes them."""
+    """Return the budgets of all trees that a message requests, as arguments of `pad`."""
     return [
         budget_in(step, default_nodes)
         for step in message.steps
@@ -598,8 +598,8 @@ def pad(
     """Add bytes to a response until its size depends only on the request.
 
     Every tree counts as if it had all the nodes of the largest budget, rounded up to a power of
-    two, so that steps of slightly different budgets look alike. A reply that refuses something
-    says why, and may be longer.
+    two. So steps of slightly different budgets look alike. A reply that refuses something says why,
+    and may be longer.
 
     Args:
         response: not padded yet.

@@ -22,7 +22,8 @@ MOST_NUMBERS: Final = 1 << 16
 which no other call is answered. Bytes are copied 50 times as fast."""
 
 _LONG_MESSAGE: Final = MOST_NUMBERS
-"""Numbers are counted only in messages longer than this, in bytes: each takes at least one byte."""
+"""Numbers are counted only in messages longer than this, in bytes: a number takes at least one
+byte."""
 
 _MOST_FIELDS: Final = 4096
 """Most fields that are inspected; each takes half a microsecond."""
@@ -31,9 +32,9 @@ _SMALL_PART: Final = 1 << 10
 """Nested messages up to this size, in bytes, are not inspected."""
 
 _PARSING_BYTES: Final = 16
-"""Memory needed to parse one byte of a message: a token id takes 4 bytes in memory and as little as
-one on the wire, and both lists and memory blocks double as they grow. protobuf's parser crashes if
-it cannot allocate that."""
+"""Memory needed to parse one byte of a message, in bytes. A token id takes 4 bytes in memory and as
+little as one on the wire, and both lists and memory blocks double as they grow. protobuf's parser
+crashes if it cannot allocate this memory."""
 
 _NO_MESSAGE: Final = "the request is not a message of this call: see the contract for its form"
 
@@ -49,8 +50,8 @@ def read(content: bytes, message: type[Message]) -> Any:
     """Return the message that is encoded in some bytes.
 
     Raises:
-        InvalidRequestError: they are not a message, or one of an earlier contract.
-        LimitExceededError: it has too many numbers, or there is not enough memory for it.
+        InvalidRequestError: the bytes are not a message, or are a message of an earlier contract.
+        LimitExceededError: the message has too many numbers, or there is not enough memory for it.
     """
     long = None
     if len(content) > _LONG_MESSAGE:
@@ -190,7 +191,7 @@ class _Counter:
             elif kind == _LENGTH_DELIMITED and number in of_bytes:
                 if end - at > _LONG_MESSAGE and number not in seen:
                     found.append(_Long(of_bytes[number], begin, at, end))
-                elif number in seen:  # the last of several counts: left to the parser
+                elif number in seen:  # of several, the last one counts: left to the parser
                     found = [each for each in found if each.name != of_bytes[number]]
                 seen.add(number)
             at = end
@@ -226,7 +227,7 @@ def _num_varints(content: memoryview) -> int:
 
 
 class _Reserved(NamedTuple):
-    """Reserved field numbers of a message type, and its fields whose messages have some, too."""
+    """Reserved field numbers of a message type, and its fields with messages that have some."""
 
     numbers: frozenset[int]
     within: tuple[tuple[str, bool], ...]  # field names, and whether they are lists

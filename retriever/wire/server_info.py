@@ -19,11 +19,11 @@ class ServerInfo:
         phase: `starting`, `ready` or `draining`; empty if unknown.
         limits: limits by name of the setting: times in seconds, sizes in bytes, infinity for no
             limit.
-        vocabulary_fingerprint: fingerprint of the tokenizer that it drafts for; empty if not known
-            yet.
+        vocabulary_fingerprint: fingerprint of the tokenizer that the service drafts for; empty if
+            not known yet.
         vocabulary_size: number of token ids; 0 if unknown.
         default_budget_nodes: tree size, in nodes, for a request without a budget.
-        models: names of the models that it drafts for, as its operator gave them.
+        models: names of the models that the service drafts for, as its operator gave them.
     """
 
     version: str = ""
@@ -35,7 +35,7 @@ class ServerInfo:
     models: tuple[str, ...] = ()
 
     def to_message(self) -> pb.GetServerInfoResponse:
-        """Return the wire form."""
+        """Return the wire form of this information."""
         return pb.GetServerInfoResponse(
             version=self.version,
             phase=f"{_PHASE}{(self.phase or _UNSPECIFIED).upper()}",

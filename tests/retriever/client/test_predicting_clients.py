@@ -167,12 +167,12 @@ def test_predictions_beyond_a_drafters_limits_cost_themselves_alone(
     follower = Followers(drafter).follow(sequence)
     assert len(follower.draft(8)) == 8
     assert follower.num_failures == 0
-    assert caplog.text.count("drafts go on without") == 1
+    assert caplog.text.count("drafting continues without") == 1
     for tokens, num_refused in ((ids(*range(40, 90)), 1), (ids(*range(600)), 2)):
         sequence.expect([Prediction(tokens)])
         sequence.extend([40, 41])
         assert len(follower.draft(8)) == 8
-        assert caplog.text.count("drafts go on without") == num_refused
+        assert caplog.text.count("drafting continues without") == num_refused
 
 
 def test_a_follower_tells_of_predictions_that_come_later() -> None:

@@ -330,6 +330,6 @@ def test_a_file_that_cannot_be_read_shows_at_once_and_admits_nobody_after_the_gr
         client.open("u", np.array([1], np.int32))
     process.terminate()
     _, logged = process.communicate(timeout=30)
-    assert logged.count("counts for 3 s more") == 1
+    assert logged.count("stays in force for 3 s") == 1
     assert logged.count("it admits no caller") == 1
     assert logged.count("read again") == 1

@@ -279,7 +279,7 @@ def test_credentials_come_from_a_file_or_the_environment(tmp_path: Path) -> None
     for text, reason in (
         ('tokn = "x"', "'tokn': known are ca"),
         ("ca = 1", "must be a text"),
-        ("tls = 'no'", "a truth"),
+        ("tls = 'no'", "must be true or false"),
         ("[", "cannot be read"),
         ('token = "a"\ntoken_file = "token"', "leave out one"),
         ('token_file = "none"', "No such file"),

@@ -258,7 +258,7 @@ def test_whatever_becomes_of_the_file_callers_are_let_in_until_the_grace_is_over
     assert caller.tenant == "a"
     file = authenticator.files["access"]
     assert file.failing_s == 0
-    assert "counts for 60 s more" in caplog.text
+    assert "stays in force for 60 s" in caplog.text
     now[0] = 159.0
     assert Caller(authenticator, token, None).tenant == "a"
     now[0] = 160.0
