@@ -102,7 +102,7 @@ def _turn_to(databases: Databases, *, has_segments: bool, has_tables: bool) -> N
         return
     key = id(whole), has_segments, has_tables
     if key not in _corpora:
-        empty = PhraseTables.empty(0, whole.tables.tokens2.dtype)
+        empty = PhraseTables.empty(len(whole.tables.counts1), whole.tables.tokens2.dtype)
         tables = whole.tables if has_tables else to_kernel(empty)
         _corpora[key] = Corpus(whole.segments if has_segments else [], tables), whole
     databases.set_corpus(_corpora[key][0])

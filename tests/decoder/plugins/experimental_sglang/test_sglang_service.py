@@ -1,5 +1,7 @@
 """Drafts of a service that is killed in the middle."""
 
+import pytest
+
 from decoder.engines.engine_sequences import EngineSequences
 from decoder.plugins.experimental_sglang.corpus import DrafterCorpus
 from retriever.client.resilient import ResilientDrafter
