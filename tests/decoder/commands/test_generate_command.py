@@ -235,7 +235,7 @@ def test_what_the_tokenizer_tells_of_options_is_refused_before_the_weights_are_l
 ) -> None:
     monkeypatch.setattr(PreparedModel, "load", never)
     for arguments, message in (
-        (["--stop-id", "-1"], "--stop-id -1 is no token: ids of this model are from 0 to 256"),
+        (["--stop-id", "-1"], "--stop-id -1 is not a token: this model's ids are from 0 to 256"),
         (["--stop-id", "257"], "--stop-id 257"),
         (["--system", "Be brief."], "needs a chat template"),
     ):
