@@ -187,7 +187,7 @@ class Printer:
         named = ", ".join(map(str, self._indexes))
         flags = [part for path in self._indexes for part in ("--index", str(path))]
         typer.echo(
-            f"no token came from {named}: an index helps if the model writes text like that in it; "
+            f"no token came from {named}: an index helps if the model repeats text from it; "
             f"`{shlex.join(['foredraft', 'explain', *flags])} --context TEXT` shows what it would "
             "draft",
             err=True,

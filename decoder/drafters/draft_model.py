@@ -232,7 +232,7 @@ def _checked_kept(kept: TokenIds, vocabulary_size: int) -> TokenIds:
     unique = np.unique(kept).astype(np.int32)
     if len(unique) == 0 or unique[0] < 0 or unique[-1] >= vocabulary_size:
         raise VocabularyMismatchError(
-            f"the tokens that a draft model keeps must be some of its {vocabulary_size}"
+            f"a trimmed vocabulary must hold at least one token id, all below {vocabulary_size}"
         )
     return unique
 

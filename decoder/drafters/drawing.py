@@ -89,12 +89,12 @@ class Draws:
     def __post_init__(self) -> None:
         if not self.temperature > 0:
             raise ContradictoryOptionsError(
-                f"drafts cannot be drawn at temperature {self.temperature}: give more than 0, "
-                "or draft without drawing"
+                f"drafts cannot be sampled at temperature {self.temperature}: give more than 0, "
+                "or draft without sampling"
             )
         if (self.top_k is not None and self.top_k < 1) or not 0 < self.top_p <= 1:
             raise ContradictoryOptionsError(
-                f"top_k {self.top_k} and top_p {self.top_p} leave no token to draw"
+                f"top_k {self.top_k} and top_p {self.top_p} leave no token to sample"
             )
 
     def distributions(self, logits: torch.Tensor) -> torch.Tensor:

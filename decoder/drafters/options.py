@@ -25,7 +25,7 @@ priority."""
 
 UNDRAWN: Final = "--draft-sampling has no effect at temperature 0: give a --temperature"
 WITHOUT_INDEX: Final = (
-    "--draft-vocabulary takes the most frequent tokens of an index: give an index with --index"
+    "--draft-vocabulary takes the most frequent tokens of an index: give one with --index"
 )
 
 

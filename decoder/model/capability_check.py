@@ -252,7 +252,7 @@ def _compared(
             if not target.pretend_marked(window + _PAST_WINDOW, _EDGE):
                 break
             rows = target.verify(last, shape.draft(nodes))[aside]
-            wrong = f"a tree behind its window of {window} sees others"
+            wrong = f"a tree after a window of {window} tokens sees other tokens"
             yield (wrong, floor), _differences(rows, _singly(target, script)[aside])
 
 

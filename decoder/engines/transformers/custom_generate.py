@@ -603,7 +603,7 @@ def _with_readers(
     """Fuse a drafter with recycled logits and, if given, a speculator and an assistant model."""
     if isinstance(drafter, FusedDrafter):
         raise ContradictoryOptionsError(
-            "a fused drafter takes readers itself: "
+            "a FusedDrafter takes drafting models itself: "
             "FusedDrafter(..., readers=[load_speculator(path, model)])"
         )
     size = num_embeddings(model)

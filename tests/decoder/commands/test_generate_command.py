@@ -365,8 +365,8 @@ def test_an_index_that_brought_nothing_is_told(
         told[name] = capsys.readouterr().err
     assert "no token came from" not in told["its own"]
     assert told["an other"].splitlines()[-1] == (
-        f"no token came from {tmp_path}/an other: an index helps a model that writes what stands "
-        f"in it; `foredraft explain --index '{tmp_path}/an other' --context TEXT` shows what it "
+        f"no token came from {tmp_path}/an other: an index helps if the model repeats text "
+        f"from it; `foredraft explain --index '{tmp_path}/an other' --context TEXT` shows what it "
         "would draft"
     )
     more = ("--json", "--index", str(index))
