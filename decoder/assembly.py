@@ -200,7 +200,7 @@ def fusion_for(
     Args:
         drafts: the sources of drafts.
         language_model: the target.
-        sampling: settings of the output.
+        sampling: sampling settings of the output, if any.
 
     Returns:
         A callable that takes the arguments of `FusedDrafter` except `limits`.
@@ -219,7 +219,7 @@ def draws_for(
     Args:
         drafts: the sources of drafts.
         language_model: the target; its generation_config completes the settings.
-        sampling: settings of the output.
+        sampling: sampling settings of the output, if any.
     """
     if not drafts.draft_sampling or sampling is None or sampling.is_greedy:
         return None
@@ -328,7 +328,7 @@ def assemble(  # noqa: PLR0913  all but the first three are options
 
     Args:
         language_model: the target.
-        drafter: proposes the drafts.
+        drafter: the drafter that proposes drafts.
         accept: the rule that accepts or rejects drafted tokens.
         costs: stores measured costs for the next start; `None` to measure at every start.
         num_ahead: number of likely outcomes of a pass for which the drafter drafts while it runs;
@@ -395,7 +395,7 @@ def own_rule(
 
     Args:
         language_model: the target; its generation_config and tokenizer are used.
-        settings: how tokens are chosen.
+        settings: the sampling settings, which say how tokens are chosen.
         pattern: grammar that the whole output must match.
 
     Raises:

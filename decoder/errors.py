@@ -23,7 +23,7 @@ class UnsupportedModelError(DecoderError):
 
 
 class UnsupportedEngineError(DecoderError):
-    """An engine differs from the version that its adapter supports; the message says how."""
+    """An engine differs from what its adapter needs; the message names the differences."""
 
 
 class HeadFileError(DecoderError):
@@ -134,7 +134,7 @@ class TeachingTextError(DecoderError):
 
 
 class TrainingError(DecoderError):
-    """Training cannot continue or its result cannot be saved; the message says what to do."""
+    """Training cannot continue, or its result cannot be saved; the message says what to do."""
 
 
 FORESEEN: Final = (DecoderError, RetrieverError, IndexerError, MemoryError)

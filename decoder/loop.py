@@ -518,7 +518,7 @@ class _Row:
     """A running sequence and its part in the last pass.
 
     Attributes:
-        generation: the sequence.
+        generation: the sequence's generation.
         place: number of the place that holds the sequence's keys and values.
         num_prompt: number of tokens to read first; after a restart, with those already generated.
         num_read: number of prompt tokens read so far.

@@ -224,7 +224,7 @@ def counted(count: int, noun: str, plural: str = "") -> str:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """How a pass spent its time, in seconds.
+    """The seconds that a pass spent in each part.
 
     Attributes:
         draft_s: seconds in the drafter.

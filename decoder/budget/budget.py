@@ -88,7 +88,7 @@ class Load:
 
     @classmethod
     def of(cls, context: int) -> Self:
-        """Return the load of one sequence."""
+        """Return the load of a pass over one sequence with `context` tokens."""
         return cls((context,))
 
     @property
@@ -329,7 +329,7 @@ class MeasuredBudget:
         return self._overhead.plain * passes + node_s * np.arange(len(passes))
 
     def _plain_s(self, load: Load) -> float:
-        """Return the seconds of a step that reads one token of each sequence and no prompt."""
+        """Return the seconds of a step that reads one token of each sequence, and no prompt."""
         num_plain = len(load.contexts)
         passes = self.costs.table_to(num_plain, load.context)
         return self._overhead.plain * float(passes[num_plain - 1])

@@ -82,7 +82,7 @@ def measure_costs(
     shape.
 
     Args:
-        target: the model to measure.
+        target: the target whose passes are timed.
         widths: tokens in a pass, ascending from 1.
         contexts: numbers of tokens before a pass, ascending; longer ones are cut to the model's
             limit.

@@ -156,7 +156,7 @@ class Printer:
             self._print_block(number, prompt, painted)
 
     def failure(self, number: int, prompt: Prompt, error: Exception) -> None:
-        """Show that a prompt has no answer or only a partial one."""
+        """Show that a prompt has no answer, or only a partial answer."""
         if self._as_json:
             reason = {"finish_reason": FinishReason.ERROR.value, "error": reason_of(error)}
             self._print_json(prompt, {"text": "", "token_ids": [], **reason})

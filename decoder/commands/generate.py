@@ -143,7 +143,7 @@ class Task:
     Attributes:
         tokens: tokens of the prompt.
         on_text: called with each piece of text as soon as it can no longer change.
-        observer: called with every pass.
+        observer: called with every pass of the answer.
     """
 
     tokens: Sequence[int]

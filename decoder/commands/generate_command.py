@@ -1,4 +1,4 @@
-"""The command that answers one prompt or a file of them."""
+"""The command that answers one prompt or a file of prompts."""
 
 import sys
 from collections.abc import Sequence

@@ -128,7 +128,7 @@ def read_predictions(paths: Sequence[Path], encode: Callable[[str], list[int]]) 
     """Read texts that answers are expected to contain; each is named after its file.
 
     Args:
-        paths: files of UTF-8 text.
+        paths: the files of UTF-8 text to read.
         encode: function that encodes text with the model's tokenizer, without special tokens.
 
     Raises:

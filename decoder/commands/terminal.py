@@ -89,7 +89,7 @@ class Painter:
     apart from colours, the text is the same as without a painter.
 
     Args:
-        tokenizer: decodes the tokens.
+        tokenizer: the tokenizer that decodes the tokens.
         write: called with each piece of text.
         palette: the colours; `None` to write pieces uncoloured when they arrive.
     """

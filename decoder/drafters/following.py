@@ -30,7 +30,7 @@ class Verified:
         tree: the verified tree, N nodes.
         logits: [1 + N, vocabulary], the target's logits after the last token and after each node,
             on the target's device; raw, without temperature or penalties.
-        path: int64[k], the accepted nodes.
+        path: int64[k], the accepted nodes, from the root down.
         next_token: the target's token after the accepted nodes.
         states: the hidden states that the drafter needs, each [1 + N, hidden size]: a row for the
             last token and for each node. In a sequence's first pass: a row for each prompt token.
@@ -208,7 +208,7 @@ class FollowedDrafter:
 
 
 def following(followers: Followers) -> FollowingDrafter:
-    """Return a `FollowingDrafter`: the drafter itself if it is one, else an adapter for it."""
+    """Return the drafter itself if it is a `FollowingDrafter`, else an adapter for it."""
     drafter = followers.drafter
     return drafter if isinstance(drafter, FollowingDrafter) else FollowedDrafter(followers)
 

@@ -44,8 +44,8 @@ def kept_logits(
 
     Args:
         recycled: recycled logits that learn from the model's passes.
-        store: for example the `state` of an `EmbeddedDrafter` with a directory, or a
-            `SharedFindings`.
+        store: where entries are saved, for example the `state` of an `EmbeddedDrafter` with a
+            directory, or a `SharedFindings`.
         model: the model of the logits, with the weights that it decodes with; saved entries of
             other weights are neither loaded nor replaced.
         vocabulary: vocabulary of the model's tokenizer.
@@ -64,8 +64,8 @@ class KeptLogits:
 
     Args:
         recycled: the recycled logits; a decoding loop may use them at the same time.
-        store: for example the `state` of an `EmbeddedDrafter` with a directory, or a service's
-            client.
+        store: where entries are saved, for example the `state` of an `EmbeddedDrafter` with a
+            directory, or a service's client.
         model: fingerprint of the model; see `decoder.model.stamp`.
         vocabulary_size: number of tokens that the model knows; entries with other tokens are left
             out.

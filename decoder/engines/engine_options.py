@@ -122,7 +122,7 @@ def chain_for(tree: DraftTree, max_tokens: int, model_vocabulary: int) -> DraftT
     """Return the best chain in a tree, up to the first token that the model lacks.
 
     Args:
-        tree: a draft.
+        tree: the draft tree.
         max_tokens: most tokens of the chain.
         model_vocabulary: number of tokens that the model has; an engine may crash on other tokens.
     """
@@ -135,7 +135,7 @@ def within_vocabulary(tree: DraftTree, model_vocabulary: int) -> DraftTree:
     """Return a tree without the tokens that the model lacks, and without their descendants.
 
     Args:
-        tree: a draft.
+        tree: the draft tree.
         model_vocabulary: number of tokens that the model has.
     """
     kept = (tree.token_ids >= 0) & (tree.token_ids < model_vocabulary)

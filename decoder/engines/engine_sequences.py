@@ -381,7 +381,7 @@ class _HeldSequences:
         return self._num
 
     def all(self) -> list[_HeldSequence]:
-        """Return all sequences in a new list, so that the original may change meanwhile."""
+        """Return all sequences in a new list, so that callers may change the original."""
         return [held for filed in self._filed.values() for held in filed]
 
     def add(self, held: _HeldSequence) -> None:

@@ -42,7 +42,7 @@ def without_waiting(drafter: Drafter) -> Drafter:
 
 
 class LateDrafter(OfOneProcess):
-    """Refuses all calls until its kernels are compiled, then delegates to the opened drafter.
+    """Refuses all calls until its kernels are compiled, then passes calls to the opened drafter.
 
     Until then the engine decodes without drafts, as when a service is down.
 
@@ -52,7 +52,7 @@ class LateDrafter(OfOneProcess):
 
     Attributes:
         vocabulary: vocabulary of the engine's tokenizer, if it is known.
-        keeps_tenants: see `Drafter`.
+        keeps_tenants: whether tenants are kept apart; see `Drafter`.
     """
 
     keeps_tenants = True

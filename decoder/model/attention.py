@@ -194,7 +194,7 @@ def tree_mask(  # noqa: PLR0913  the parameters are transformers'
         kv_offset: position of the first key.
         mask_function: the model's masking rule; see `transformers.masking_utils`.
         dtype: dtype of the keys and values.
-        device: device of the mask.
+        device: device to put the mask on.
         use_vmap: whether the rule accepts only single indices.
         allow_is_causal_skip: whether the model accepts `None` as the mask if nothing is hidden.
 

@@ -400,7 +400,7 @@ class Prefix:
     """The first tokens of a sequence, with their keys and values.
 
     Attributes:
-        tokens: int32[n].
+        tokens: int32[n], ids of the tokens.
         states: keys and values of the n tokens, by layer.
     """
 
@@ -447,7 +447,7 @@ class PrefixStore:
         """Return the prefix that shares most tokens with a sequence, and the number of them.
 
         Args:
-            tokens: int32[n], the sequence.
+            tokens: int32[n], the sequence's tokens.
             beyond: number of tokens that need not be read in any case; a prefix must share at least
                 32 tokens more, otherwise the result is `None`.
         """

@@ -200,7 +200,7 @@ def _wrong(model: PreTrainedModel, target: Checked, shape: "_Shape") -> str:
     """Return what is wrong with a target's passes; empty if nothing is.
 
     Raises:
-        CannotCheckError: see `find_verdict`.
+        CannotCheckError: the model gives no logits to compare with.
     """
     wrong = ""
     for trial in range(num_trials(model.dtype)):

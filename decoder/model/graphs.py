@@ -184,7 +184,7 @@ class SplitMask(AttendingMask):
         slots: int64[n, c], slots of the keys of each place's rows, counted over all places, then
             padding slots.
         among: additive mask over the rows themselves, [n, w, c].
-        capacity: slots in each place.
+        capacity: number of slots in each place.
     """
 
     grid: Grid
@@ -271,7 +271,7 @@ def split_over_keys(
         context: keys and values of the context, each [key heads, n, keys, size]; they are views,
             not copied if n is the number of all places.
         own: keys and values of the rows, each [key heads, n, c, size].
-        mask: the mask.
+        mask: the split mask of the pass.
         scale: factor of the scores.
 
     Returns:
@@ -371,7 +371,7 @@ class Inputs:
     """The inputs in which passes of one shape differ, as one tensor of integers.
 
     Args:
-        shape: shape of the passes.
+        shape: the fixed shape of the passes.
         device: the model's device.
 
     Attributes:
@@ -511,7 +511,7 @@ def _walked(layout: PassLayout, choices: torch.Tensor) -> torch.Tensor:
     `decoder.sampling.walk.follow`.
 
     Args:
-        layout: the pass.
+        layout: the layout of the pass's rows.
         choices: int64[rows], the target's token after each row.
     """
     grid = layout.grid

@@ -40,7 +40,7 @@ take at least 75 us (750 us on a slow host), and a million scores of nine heads 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Neighbours:
-    """Neighbouring places of a cache whose rows in a packed pass attend in one call.
+    """Neighbouring places of a cache whose rows share one attention call in a packed pass.
 
     Attributes:
         places: the slice of n neighbouring places.

@@ -36,7 +36,7 @@ class _Entry:
     """The state of a weight.
 
     Attributes:
-        weight: the weight.
+        weight: weak reference to the weight.
         version: version counter of the weight when last checked.
         pointer: address of the weight's contents when last checked.
         dtype: dtype of the packed copies; `None` if the weight cannot be packed.

@@ -40,7 +40,7 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
-    """Return a model's weights, even while another thread changes its modules."""
+    """Return a model's weights, even while another thread changes the modules."""
     return undisturbed(lambda: list(model.parameters()))
 
 

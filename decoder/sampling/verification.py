@@ -68,7 +68,7 @@ class Selection:
 
     Attributes:
         rule: the rule that makes the request.
-        drawing: samples the tokens.
+        drawing: the function that samples the tokens.
         points: float64[rows], the random number of each row.
     """
 
@@ -196,7 +196,7 @@ def accept_greedy(tree: DraftTree, logits: torch.Tensor, context: PassContext) -
     Args:
         tree: the verified tree, N nodes.
         logits: [1 + N, vocabulary], the target's logits after the last token and after each node.
-        context: context of the pass.
+        context: the sequence that the pass continues.
     """
     goes_on = context.goes_on
     if goes_on is None and context.choices is not None and context.choices.are_of(logits):

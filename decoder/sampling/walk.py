@@ -19,7 +19,7 @@ def follow(
     *,
     together: bool,
 ) -> Acceptance:
-    """Walk down the tree while a child has the token chosen after its parent.
+    """Walk down the tree as long as a child has the token chosen after its parent.
 
     Args:
         tree: the verified tree, N nodes.

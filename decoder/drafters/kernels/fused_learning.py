@@ -35,7 +35,7 @@ def learn(
     came: NDArray[np.int32],
     rate: float,
 ) -> None:
-    """Update the weights by one step for each candidate at each committed token.
+    """Update the sources' weights once for each candidate at each committed token.
 
     The method is logistic regression with AdaGrad (Duchi et al., 2011).
 

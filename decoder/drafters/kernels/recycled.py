@@ -116,7 +116,7 @@ def write_rows(
         tokens: int32[R, K], likely tokens of each row, K at least 1. If the table stores more per
             row, for example because the vocabulary is small, the last token is repeated, which adds
             no information.
-        log_odds: float32[R, K].
+        log_odds: float32[R, K], log-odds of these tokens.
         now: write number of the pass, ascending.
     """
     for row in range(len(contexts)):
@@ -178,9 +178,9 @@ def enter(
 
     Args:
         table: the table to write into.
-        keys: int64[N], keys from `key_of`.
-        tokens: int32[N, K], likely tokens of each context.
-        log_odds: float32[N, K].
+        keys: int64[N], keys of the contexts, from `key_of`.
+        tokens: int32[N, K], likely next tokens of each context.
+        log_odds: float32[N, K], log-odds of these tokens.
         first: write number of the first row.
     """
     for row in range(len(keys)):
