@@ -1,4 +1,4 @@
-"""`python -m decoder`: only the commands of this package; users type `foredraft`."""
+"""Runs this package's own commands as `python -m decoder`; users type `foredraft`."""
 
 from indexer.launch import launch
 

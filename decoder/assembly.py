@@ -63,22 +63,24 @@ def load_draft_reader(
     indexes: Sequence[Path] = (),
     num_tokens: int | None = None,
 ) -> ModelReader:
-    """Load a draft model that reads fused drafts, on the target's device and in its dtype.
+    """Load a draft model that extends fused drafts, on the target's device and in its dtype.
 
     The tokenizers are compared before any weights are loaded.
 
     Args:
         name: a hub id, a directory or a `.gguf` file; see `ModelOptions`.
         target: the model to draft for.
-        indexes: indexes whose frequent tokens make up a trimmed vocabulary.
+        indexes: folders of the indexes whose frequent tokens make up a trimmed vocabulary.
         num_tokens: size of the trimmed vocabulary, the most frequent tokens of the indexes; `None`
             for the full vocabulary.
 
     Raises:
-        ContradictoryOptionsError: there is no index to rank the tokens of a trimmed vocabulary by.
-        VocabularyMismatchError: the models have different tokenizers; the message names both.
+        ContradictoryOptionsError: the vocabulary is to be trimmed, but no index is given to count
+            its tokens.
+        VocabularyMismatchError: the models have different tokenizers; the message names both
+            models.
         UnsupportedModelError: the model cannot draft.
-        ModelLoadError: the files cannot be found or read.
+        ModelLoadError: the model's files cannot be found or read.
         IndexerError: an index cannot be opened.
     """
     kept = _kept(num_tokens, target, indexes)
@@ -91,7 +93,7 @@ def load_draft_reader(
 
 
 def check_draft_vocabulary(prepared: PreparedModel, target: LanguageModel) -> None:
-    """Refuse a draft model with another tokenizer; the padded sizes of embeddings may differ.
+    """Refuse a draft model with another tokenizer; its embeddings may be padded differently.
 
     Raises:
         VocabularyMismatchError: the message names both models and vocabularies.
@@ -105,7 +107,7 @@ def check_draft_vocabulary(prepared: PreparedModel, target: LanguageModel) -> No
 
 
 def _kept(num_tokens: int | None, target: LanguageModel, paths: Sequence[Path]) -> TokenIds | None:
-    """Return the tokens to draft: the frequent ones and those that end a sequence."""
+    """Return the tokens to draft: the frequent tokens and those that end a sequence."""
     if num_tokens is None:
         return None
     refuse_contradictions((not paths, WITHOUT_INDEX))
@@ -118,7 +120,7 @@ def _kept(num_tokens: int | None, target: LanguageModel, paths: Sequence[Path]) 
 
 
 def check_drafts(drafts: DraftOptions, vocabulary: Vocabulary | None = None) -> None:
-    """Open and close the files once, so that errors in them show before a model loads.
+    """Check the files of the draft sources, so that errors show before a model loads.
 
     Args:
         drafts: the sources of drafts.
@@ -143,19 +145,20 @@ def connect_drafter(
     sampling: SamplingSettings | None = None,
     costs: StepCosts | None = None,
 ) -> Iterator[Drafter]:
-    """Open a drafter for a model's vocabulary during the block.
+    """Open a drafter for a model's vocabulary; it closes when the block ends.
 
     Args:
         drafts: the sources of drafts.
         language_model: the target.
-        sampling: settings of the output; drafts are drawn with them if `draft_sampling` is set.
-        costs: costs of the draft models' passes; measured if not given.
+        sampling: sampling settings of the output; with `draft_sampling`, drafts are sampled with
+            them too.
+        costs: seconds of the target's and the draft models' passes; measured if not given.
 
     Raises:
         IndexerError: an index cannot be opened or was built for another tokenizer.
         StateError: the state directory cannot be used.
-        VocabularyMismatchError: the draft model or the contents of `state` are for another
-            tokenizer.
+        VocabularyMismatchError: the draft model, or what the folder `state` holds, was made for
+            another tokenizer.
     """
     with ExitStack() as opened:
         readers = draft_readers(drafts, language_model)
@@ -173,11 +176,11 @@ def connect_drafter(
 
 
 def draft_readers(drafts: DraftOptions, language_model: LanguageModel) -> list[TreeReader]:
-    """Load the models that read drafts for a model, the fastest first.
+    """Load the speculator and the draft model that extend drafts, in this order.
 
     Raises:
         HeadFileError: the speculator cannot be read.
-        HeadMismatchError: it was made for another model.
+        HeadMismatchError: the speculator was made for another model.
         VocabularyMismatchError: the draft model or the speculator has another tokenizer.
     """
     readers: list[TreeReader] = []
@@ -192,12 +195,12 @@ def draft_readers(drafts: DraftOptions, language_model: LanguageModel) -> list[T
 def fusion_for(
     drafts: DraftOptions, language_model: LanguageModel, sampling: SamplingSettings | None
 ) -> Callable[..., FusedDrafter]:
-    """Return a constructor for the drafter that fuses drafts; it draws drafts if output is sampled.
+    """Return a constructor for the drafter that fuses drafts, and samples them if settings say so.
 
     Args:
         drafts: the sources of drafts.
         language_model: the target.
-        sampling: settings of the output.
+        sampling: sampling settings of the output, if any.
 
     Returns:
         A callable that takes the arguments of `FusedDrafter` except `limits`.
@@ -211,12 +214,12 @@ def fusion_for(
 def draws_for(
     drafts: DraftOptions, language_model: LanguageModel, sampling: SamplingSettings | None
 ) -> Draws | None:
-    """Return how drafts are drawn, with the output's settings; `None` if they are not drawn.
+    """Return how drafts are sampled, from the output's settings; `None` if they are not sampled.
 
     Args:
         drafts: the sources of drafts.
         language_model: the target; its generation_config completes the settings.
-        sampling: settings of the output.
+        sampling: sampling settings of the output, if any.
     """
     if not drafts.draft_sampling or sampling is None or sampling.is_greedy:
         return None
@@ -250,7 +253,7 @@ def _speculator(drafts: DraftOptions, language_model: LanguageModel) -> TreeRead
 def _recycled(
     drafts: DraftOptions, language_model: LanguageModel, retrieval: Drafter, opened: ExitStack
 ) -> RecycledLogits | None:
-    """Return recycled logits; if there is a store for them, it stays open until `opened` closes."""
+    """Return recycled logits; a store for them, if any, stays open until `opened` closes."""
     if not drafts.recycle:
         return None
     recycled, vocabulary = RecycledLogits(), language_model.vocabulary
@@ -294,7 +297,7 @@ def _retrieval(
 
 
 def draft_limits(language_model: LanguageModel) -> DraftLimits:
-    """Return the vocabulary sizes of a model and of drafters with its tokenizer."""
+    """Return the vocabulary size of a model and that of drafters with its tokenizer."""
     embeddings = language_model.model.get_input_embeddings().get_parameter("weight")
     return DraftLimits(int(embeddings.shape[0]), language_model.vocabulary.size)
 
@@ -304,8 +307,8 @@ class Extent:
     """The largest workload to prepare for.
 
     Attributes:
-        num_tokens: most tokens of a sequence, prompt and output together.
-        num_places: most sequences at a time.
+        num_tokens: most tokens of one sequence, prompt and output together.
+        num_places: most sequences decoded at the same time.
     """
 
     num_tokens: int
@@ -325,18 +328,20 @@ def assemble(  # noqa: PLR0913  all but the first three are options
 
     Args:
         language_model: the target.
-        drafter: proposes the drafts.
+        drafter: the drafter that proposes drafts.
         accept: the rule that accepts or rejects drafted tokens.
         costs: stores measured costs for the next start; `None` to measure at every start.
-        num_ahead: likely outcomes that the drafter drafts for during a pass; see `Decoder`.
-        prepared: the workload for which memory is allocated and passes are captured now; see
+        num_ahead: number of likely outcomes of a pass for which the drafter drafts while it runs;
+            see `Decoder`.
+        prepared: the workload for which memory is allocated and CUDA graphs are captured now; see
             `Target.prepare`.
 
-    Logs a warning if the model's generation_config sets options that the rule does not apply.
+    Logs a warning if the model's generation_config sets options that `accept` does not apply.
 
     Raises:
-        UnsupportedModelError: the model cannot be decoded here.
-        OutOfMemoryError: there is not enough memory for `prepared`.
+        UnsupportedModelError: no sequence can be decoded with the model; the message gives the
+            reason.
+        OutOfMemoryError: there is not enough memory for the workload `prepared`.
     """
     target = Target(
         language_model.model,
@@ -346,7 +351,7 @@ def assemble(  # noqa: PLR0913  all but the first three are options
     )
     warn_of_unapplied(language_model, accept)
     budget = MeasuredBudget(known_costs(target, language_model.model, costs))
-    if prepared is not None:  # last, because measuring after long contexts may replace the memory
+    if prepared is not None:  # last, because measuring long contexts may replace the memory
         target.prepare(prepared.num_tokens, prepared.num_places)
         if isinstance(accept, SelectingRule) and accept.drawing is not None:
             target.prepare_drawing(accept.drawing)
@@ -362,7 +367,7 @@ def assemble(  # noqa: PLR0913  all but the first three are options
 
 
 def warn_of_unapplied(language_model: LanguageModel, accept: AcceptRule) -> None:
-    """Log a warning if the model's generation_config sets options that a rule does not apply."""
+    """Log a warning if the model's generation_config sets options that the rule does not apply."""
     unapplied = unapplied_settings(language_model.model, language_model.stop_ids, accept)
     if unapplied:
         _log.warning(
@@ -376,7 +381,7 @@ def grammar_for(language_model: LanguageModel, grammar: str | None) -> Grammar |
     """Return the constraint of a grammar for a model's tokens; `None` if there is no grammar.
 
     Raises:
-        InvalidConstraintError: the grammar is too large, or the tokenizer is not a fast one.
+        InvalidConstraintError: the grammar is too large, or the tokenizer is not a fast tokenizer.
     """
     if grammar is None:
         return None
@@ -386,15 +391,15 @@ def grammar_for(language_model: LanguageModel, grammar: str | None) -> Grammar |
 def own_rule(
     language_model: LanguageModel, settings: SamplingSettings, pattern: Grammar | None = None
 ) -> AcceptRule:
-    """Return the rule for some settings, completed by the model's generation_config.
+    """Return the accept rule for sampling settings, completed by the model's generation_config.
 
     Args:
         language_model: the target; its generation_config and tokenizer are used.
-        settings: how tokens are chosen.
+        settings: the sampling settings, which say how tokens are chosen.
         pattern: grammar that the whole output must match.
 
     Raises:
-        InvalidSettingsError: the generation_config states a value out of its range.
+        InvalidSettingsError: the generation_config sets a value that is out of its range.
     """
     model, stop_ids = language_model.model, language_model.stop_ids
     stated = getattr(model, "generation_config", None)

@@ -11,7 +11,7 @@ class DecoderError(Exception):
 
 
 class ModelLoadError(DecoderError):
-    """A model or its tokenizer cannot be loaded; the message says from where and why."""
+    """A model or its tokenizer cannot be loaded; the message says which and why."""
 
 
 class DeviceError(DecoderError):
@@ -19,11 +19,11 @@ class DeviceError(DecoderError):
 
 
 class UnsupportedModelError(DecoderError):
-    """The model cannot be a target or draft model here; the message gives the reason."""
+    """The model cannot be used as a target or draft model; the message gives the reason."""
 
 
 class UnsupportedEngineError(DecoderError):
-    """An engine differs from the version that its adapter supports; the message says how."""
+    """An engine differs from what its adapter needs; the message names the differences."""
 
 
 class HeadFileError(DecoderError):
@@ -31,7 +31,7 @@ class HeadFileError(DecoderError):
 
 
 class HeadMismatchError(DecoderError):
-    """A speculator was made for another model; the message names both sides."""
+    """A speculator was made for another model; the message names both models."""
 
 
 class ModelChangedError(DecoderError):
@@ -39,11 +39,11 @@ class ModelChangedError(DecoderError):
 
 
 class WeightsNotLoadedError(UnsupportedModelError):
-    """Some weights of a model are on no device; the message names one."""
+    """Some weights of a model are on no device; the message names one of them."""
 
 
 class UncroppableCacheError(UnsupportedModelError):
-    """The model's cache cannot drop rejected tokens, but the requested use needs that."""
+    """The model's cache cannot drop rejected tokens, as the requested use requires."""
 
 
 class InvalidPromptError(DecoderError):
@@ -51,7 +51,7 @@ class InvalidPromptError(DecoderError):
 
 
 class OutOfMemoryError(DecoderError):
-    """The device has no memory left for a pass; the message gives the context length."""
+    """The device has too little memory for a pass; the message gives the context length."""
 
 
 class SharedPassError(DecoderError):
@@ -59,30 +59,30 @@ class SharedPassError(DecoderError):
 
 
 class DecoderBusyError(DecoderError):
-    """Another sequence is being decoded: finish or close it first."""
+    """The decoder is already decoding another sequence: finish or close that one first."""
 
 
 class GenerationStartedError(DecoderError):
-    """A generation was iterated twice: ask the decoder for another one."""
+    """A generation was iterated twice: call the decoder again for a new one."""
 
 
 class PromptFileError(DecoderError):
-    """Prompts cannot be read from a file or standard input; the message says where and why."""
+    """Prompts cannot be read from a file or standard input; the message says which and why."""
 
 
 class ContradictoryOptionsError(DecoderError):
-    """Two options cannot both be followed; the message names them."""
+    """Two options contradict each other; the message names them."""
 
 
 def refuse_contradictions(*contradictions: tuple[object, str]) -> None:
     """Refuse options that contradict one another.
 
     Args:
-        contradictions: pairs of a condition and the message for it; the first condition that holds
-            counts.
+        contradictions: pairs of a condition and its error message; the first condition that holds
+            raises the error.
 
     Raises:
-        ContradictoryOptionsError: a condition holds.
+        ContradictoryOptionsError: one of the conditions holds.
     """
     for holds, sentence in contradictions:
         if holds:
@@ -90,19 +90,19 @@ def refuse_contradictions(*contradictions: tuple[object, str]) -> None:
 
 
 class StopStringError(DecoderError):
-    """A stop string can never occur in a text; the message says which and why."""
+    """A stop string can never occur in a text; the message names the string and the reason."""
 
 
 class TraceFileError(DecoderError):
-    """A trace cannot be written or read; the message says where and why."""
+    """A trace cannot be written or read; the message names the file and the reason."""
 
 
 class CutTraceError(TraceFileError):
-    """A trace ends in the middle of a line; the passes before it can be read."""
+    """A trace ends in the middle of a line; the passes before that line can be read."""
 
 
 class UnsupportedGenerationError(DecoderError):
-    """`model.generate` got an option that drafts do not support; the message names it."""
+    """`model.generate` got an option that drafts do not support; the message names the option."""
 
 
 class UnknownTokenError(DecoderError):
@@ -114,7 +114,7 @@ class InvalidSettingsError(DecoderError):
 
 
 class DeadEndError(DecoderError):
-    """No token may follow the output so far, all of which was already emitted."""
+    """No token may follow the output so far; all of that output was already emitted."""
 
 
 class InvalidLogitsError(DecoderError):
@@ -122,11 +122,11 @@ class InvalidLogitsError(DecoderError):
 
 
 class CostFileError(DecoderError):
-    """A file holds no costs of passes; the message lists the accepted formats."""
+    """A file holds no pass costs; the message lists the accepted formats."""
 
 
 class PlotError(DecoderError):
-    """A plot cannot be drawn or written; the message says what is missing."""
+    """A plot cannot be drawn or saved; the message says what is missing."""
 
 
 class TeachingTextError(DecoderError):
@@ -134,9 +134,9 @@ class TeachingTextError(DecoderError):
 
 
 class TrainingError(DecoderError):
-    """Training cannot continue or its result cannot be saved; the message says what to do."""
+    """Training cannot continue, or its result cannot be saved; the message says what to do."""
 
 
 FORESEEN: Final = (DecoderError, RetrieverError, IndexerError, MemoryError)
-"""Errors that commands report in one line; commands that run a model add its device's memory
+"""Errors that commands report in one line; commands that run a model add its device's out-of-memory
 errors."""

@@ -1,7 +1,7 @@
-"""The decoding loop: draft, cut to budget, verify in one pass, accept, commit.
+"""The decoding loop: draft, cut the draft to the budget, verify it in one pass, accept, commit.
 
-The same loop serves one sequence or many: each pass carries the drafts of all running sequences and
-chunks of the prompts of new ones. Plain decoding is the loop with empty drafts.
+The same loop decodes one sequence or many: each pass holds the drafts of all running sequences and
+chunks of new sequences' prompts. Plain decoding is the loop with empty drafts.
 """
 
 from bisect import insort
@@ -62,27 +62,27 @@ from retriever.sequences import TokenSequence, checked_options, checked_predicti
 from retriever.tree import DraftTree
 
 DEFAULT_PARALLEL = 8
-"""Sequences in a pass: on two cores, twice as many hardly increase throughput."""
+"""Most sequences in a pass: on two cores, twice as many hardly increase throughput."""
 
 _PIECE: Final = 64
-"""Tokens of each prompt that are read in a pass shared with running sequences. A pass over this
-many alone takes about as long as a sequence needs for the two tokens that a pass with drafts
-yields, so sharing a pass slows prompts and outputs equally. On two cores a pass of 64 rows takes
-twice as long as a plain one."""
+"""Tokens of each prompt that a pass reads if it is shared with running sequences. A pass over just
+these tokens takes about as long as a sequence needs for two tokens, which a pass with drafts
+yields. So sharing a pass slows prompts and outputs equally. On two cores a pass of 64 rows takes
+twice as long as a pass of one row."""
 
 _SPARE: Final = 16
-"""Nodes requested beyond those that may be verified when drafts for outcomes are requested ahead:
-such a node is an outcome if its parent is verified. With 4, 8, 20 and 64 of them, 16 outcomes
-covered 17%, 20%, 22% and 23% of an agent's steps; edits and chats differ by one percentage point.
-More nodes take longer to draft when no outcome was guessed."""
+"""Extra nodes requested, beyond those that may be verified, if drafts for likely outcomes are
+requested in advance. An extra node is a likely outcome if its parent is verified. With 4, 8, 20 and
+64 extra nodes, 16 outcomes covered 17%, 20%, 22% and 23% of an agent's steps; edits and chats
+differ by one percentage point. If no outcome was guessed, more nodes take longer to draft."""
 
 _MOST_ASKED: Final = Limits().max_budget_nodes
-"""Most nodes of a tree to request, spare ones included: services refuse more."""
+"""Most nodes of a tree to request, extra nodes included: services refuse larger requests."""
 
 _log = getLogger(__name__)
 
 _MOST_READ: Final = 512
-"""Most prompt tokens that a pass reads."""
+"""Most prompt tokens that one pass reads."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,23 +90,24 @@ class Request:
     """A sequence to decode, and how to decode it.
 
     Attributes:
-        prompt: token ids, at least one.
-        max_new_tokens: most tokens to generate; the model's own limit also ends it.
+        prompt: int32[n], token ids of the prompt, n at least 1.
+        max_new_tokens: most tokens to generate; the model's own limit also ends the sequence.
         options: options for the drafter: whether later sequences may use the output, what the
             output is expected to contain, which sequences it resembles, and the tenant.
-        stop_rule: may end the sequence earlier.
+        stop_rule: a rule that may end the sequence earlier.
         on_token: called with each token as soon as it is chosen; returns whether the sequence
-            continues. Its side effects apply before the next token: if it changes the model, the
-            rest of the pass is dropped. It is not called with tokens after a stop token.
+            continues. If the callback changes the model, the rest of the pass is dropped, so that
+            the change affects the next token. The callback gets no tokens after a stop token.
         observer: called with every pass, after the pass's tokens were emitted.
-        accept: decides which drafted tokens are kept; `None` for the decoder's own rule.
-        drafts: whether to draft for it. If not, the drafter does not see the sequence.
-        budget: most nodes of its tree that a pass verifies, within the decoder's budget. With 0 no
-            node is verified, but the drafter still stores the output. `None` for the decoder's
-            budget only.
+        accept: the rule that accepts or rejects drafted tokens; `None` for the decoder's own rule.
+        drafts: whether to draft for the sequence. If not, the drafter does not see the sequence.
+        budget: most nodes of the sequence's tree that a pass verifies, within the decoder's budget.
+            With 0 no node is verified, but the drafter still stores the output. `None` for the
+            decoder's budget only.
         past: keys and values of a prefix of the prompt; the target continues from them and does not
             read that prefix. `None` to read the whole prompt.
-        hands_over: whether the finished generation holds its keys and values in `kept`.
+        hands_over: whether the finished generation stores its keys and values in its attribute
+            `kept`.
     """
 
     prompt: Sequence[int] | TokenIds
@@ -127,18 +128,20 @@ class Decoder:
 
     Args:
         target: the model that decides the output.
-        drafter: proposes the drafts that are verified; `NoDrafter` makes it plain decoding.
-        budget: decides how much of the drafts is verified.
-        accept: decides which drafted tokens are kept: greedily or by sampling.
-        stop_ids: tokens that end a sequence; the output includes the one that ended it.
+        drafter: proposes the drafts to verify; with `NoDrafter`, the decoder decodes without
+            drafts.
+        budget: decides how many nodes of the drafts are verified.
+        accept: the rule that accepts or rejects drafted tokens, greedily or by sampling.
+        stop_ids: ids of the tokens that end a sequence; the output includes the token that ended
+            it.
         drafter_vocabulary: size of the drafter's vocabulary if the model's is larger; a token
-            beyond it ends drafting for its sequence.
-        num_ahead: number of likely outcomes of a pass, for each sequence, for which the drafter
+            beyond it ends drafting for the token's sequence.
+        num_ahead: for each sequence, the number of likely outcomes of a pass for which the drafter
             prepares drafts while the pass runs, at most 64; 0 to request drafts only after the
             pass.
 
     Attributes:
-        followers: followers of the drafter; decoders that share them share the drafter's back-off.
+        followers: followers of the drafter; decoders with the same followers share its back-off.
     """
 
     def __init__(  # noqa: PLR0913  the last four are options
@@ -178,13 +181,13 @@ class Decoder:
         stop_rule: StopRule | None = None,
         observer: Observer | None = None,
     ) -> "Generation":
-        """Prepare a sequence; iterating over the result decodes it.
+        """Prepare a sequence; iterate over the result to decode it.
 
         Args: see `Request`.
 
         Raises:
-            InvalidPromptError: the prompt is empty, contains invalid token ids or leaves no room
-                below the model's limit; or a prediction, a group or a version is invalid.
+            InvalidPromptError: the prompt is empty, contains invalid token ids or reaches the
+                model's length limit; or a prediction, a group or a version is invalid.
             InvalidSettingsError: `max_new_tokens` is negative.
         """
         return self.prepare(Request(prompt, max_new_tokens, options, stop_rule, observer=observer))
@@ -192,23 +195,23 @@ class Decoder:
     def generate_many(
         self, requests: Iterable[Request], parallel: int = DEFAULT_PARALLEL
     ) -> Iterator[tuple["Generation", list[int]]]:
-        """Decode many sequences, some at a time; each has the same output as if decoded alone.
+        """Decode many sequences, several at a time; outputs are the same as if decoded one by one.
 
-        The next request is taken when a place is free. A failure ends only its own sequence: its
-        `error` is set, and the others continue. Leaving the iteration ends all of them.
+        The next request starts when a place is free. A failure ends only its own sequence: its
+        `error` is set, and the other sequences continue. Leaving the iteration ends all sequences.
 
         Args:
             requests: the sequences in the order in which they start; an iterator is advanced one
                 request at a time.
-            parallel: most sequences at a time.
+            parallel: most sequences decoded at the same time.
 
         Yields:
-            A generation and its next tokens, once for each pass that it took part in. With the last
+            A generation and its next tokens, once for each pass that it took part in. With its last
             item, which may have no tokens, `is_over` is set. `number` counts the requests from 0.
 
         Raises:
             InvalidSettingsError: `parallel` is less than one.
-            DecoderBusyError: the decoder is decoding already.
+            DecoderBusyError: the decoder is already decoding.
             OutOfMemoryError: there is not enough memory for a single sequence.
         """
         if parallel < 1:
@@ -247,7 +250,7 @@ class Decoder:
             )
 
     def _admissible(self, number: int, request: Request) -> "Generation":
-        """Prepare a sequence; an invalid one is over at once, with its error set."""
+        """Prepare a sequence; an invalid sequence is over at once, with its error set."""
         try:
             generation = self.prepare(request)
         except DecoderError as error:
@@ -259,10 +262,10 @@ class Decoder:
 
     @contextmanager
     def reserved(self) -> Iterator[None]:
-        """Hold the target during the block; its places serve one loop at a time.
+        """Hold the target during the block: only one loop at a time may use the target's places.
 
         Raises:
-            DecoderBusyError: another loop holds it.
+            DecoderBusyError: another loop holds the target.
         """
         if not self._lock.acquire(blocking=False):
             raise DecoderBusyError("another sequence is being decoded: finish or close it first")
@@ -284,16 +287,17 @@ def _checked_rule(accept: AcceptRule) -> AcceptRule:
 class Generation:
     """One sequence, decoded once: each iteration yields the tokens of one pass.
 
-    Leaving the iteration early, by an error or by closing it, also ends the drafter's session.
+    If the iteration ends early, by an error or by closing it, the drafter's session ends too.
 
     Attributes:
-        number: number of the request, if there are many.
-        statistics: counts and times so far; passes with other sequences count by its share.
-        error: the error that ended it early.
-        is_over: whether it has ended.
+        number: number of the request, counted from 0.
+        statistics: counts and times so far; of passes with several sequences, this sequence's
+            share.
+        error: the error that ended the sequence early.
+        is_over: whether the sequence has ended.
         drafter: the sequence's drafter, once it has started.
-        past: `past` of its request.
-        kept: its keys and values once it is over, if they were requested and are available.
+        past: the `past` of the sequence's request.
+        kept: the finished sequence's keys and values, if they were requested and are available.
     """
 
     drafter: SequenceDrafter
@@ -330,11 +334,11 @@ class Generation:
         return self._steps()
 
     def stop(self) -> None:
-        """End the sequence before its next pass."""
+        """End the sequence before the next pass."""
         self._remaining = 0
 
     def add_predictions(self, predictions: Sequence[Prediction]) -> None:
-        """Add texts that the rest of the output is expected to contain, for future passes.
+        """Add texts that the rest of the output is expected to contain, for later drafts.
 
         Raises:
             InvalidPromptError: a prediction is empty, too long, or contains invalid token ids.
@@ -354,12 +358,12 @@ class Generation:
             raise self.error
 
     def take(self, tokens: list[int], statistics: Statistics, error: str | None) -> None:
-        """Take over the output that another process decoded; see `decoder.model.ranks`."""
+        """Adopt the output that another process decoded; see `decoder.model.ranks`."""
         self._sequence.extend(tokens)
         self.statistics.add(statistics)
         if self._on_token is not None:
             deque(map(self._on_token, tokens), maxlen=0)
-        if tokens:  # the rule collects the text; its answer is already known
+        if tokens:  # the rule collects the text; its result is already known
             first_stop(tokens, (), self._watch.stop_rule)
         if error is not None:
             self.fail(DecoderError(error))
@@ -369,17 +373,17 @@ class Generation:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether another token is wanted."""
+        """Whether the sequence continues with another token."""
         return self._remaining > 0 and self.error is None
 
     @property
     def tokens(self) -> TokenIds:
-        """int32[n], the committed tokens, prompt included; a view."""
+        """Return int32[n], a view of the committed tokens, prompt included."""
         return self._sequence.tokens
 
     @property
     def remembers(self) -> bool:
-        """Whether later sequences may use this one's keys and values."""
+        """Whether later sequences may use this sequence's keys and values."""
         return self._sequence.options.remember
 
     @property
@@ -393,13 +397,13 @@ class Generation:
 
     @property
     def is_drafted(self) -> bool:
-        """Whether passes may verify a tree for it."""
+        """Whether passes may verify a tree for this sequence."""
         return self.max_depth > 0 and self._max_nodes != 0
 
     def nodes_to_ask(self, num_nodes: int) -> int:
         """Return how many nodes to request from the drafter to have `num_nodes` to verify.
 
-        A grammar forbids some of the nodes that are drafted without it.
+        With a grammar, more nodes are requested, because the grammar forbids some of them.
         """
         within = self.nodes_within(num_nodes)
         if self._forced is None:
@@ -407,14 +411,14 @@ class Generation:
         return min(self._forced.nodes_to_ask(within), _MOST_ASKED)
 
     def forced(self, tree: DraftTree, num_nodes: int) -> DraftTree:
-        """Return a tree with the tokens that a grammar forces and without those that it forbids."""
+        """Add the tokens that the grammar forces to a tree, and remove those that it forbids."""
         if self._forced is None:
             return tree
         generated = self.tokens[self._sequence.num_prompt :]
         return self._forced.improved(tree, generated, self.nodes_within(num_nodes))
 
     def begin(self) -> None:
-        """Open a session with the drafter, unless one is open.
+        """Open a session with the drafter unless it is already open.
 
         Raises:
             RetrieverError: the drafter refuses the prompt.
@@ -430,7 +434,7 @@ class Generation:
         return self._accept(tree, read.logits, self._context(read.choices))
 
     def selection(self, tree: DraftTree) -> Selection | None:
-        """Return the selection to run within the pass, if the rule can state it in advance."""
+        """Return the selection for the pass itself to make, if the accept rule can state it."""
         if not isinstance(self._accept, SelectingRule):
             return None
         return self._accept.selection(tree, self._context())
@@ -442,14 +446,14 @@ class Generation:
         return PassContext(number, sequence.tokens, num_prompt, choices, goes_on)
 
     def _goes_on(self, token: int) -> bool:
-        """Report a chosen token; return whether the pass's results after it are still valid."""
+        """Report a chosen token; return whether the pass's later results are still valid."""
         if token < 0 or self._on_token is None:  # no token is possible
             return False
         goes_on = self._on_token(token) and token not in self._decoder.stop_ids
         return goes_on and not self._decoder.target.has_changed()
 
     def commit(self, tree: DraftTree, path: NDArray[np.int64], next_token: int) -> list[int]:
-        """Commit and return the accepted tokens up to the limit or the first stop."""
+        """Commit and return the accepted tokens, up to the token limit or the first stop."""
         tokens = [*tree.token_ids[path].tolist(), next_token][: self._remaining]
         end = first_stop(tokens, self._decoder.stop_ids, self._watch.stop_rule)
         tokens = tokens[:end]
@@ -470,11 +474,11 @@ class Generation:
             )
 
     def fail(self, error: Exception) -> None:
-        """Record the error that ends the sequence early; only the first one counts."""
+        """Record the error that ends the sequence early; only the first error counts."""
         self.error = self.error or error
 
     def take_over(self, target: Target, place: int) -> None:
-        """Take its keys and values if requested; clear its place unless later sequences use it."""
+        """Store the keys and values if requested; clear the place unless it may be reused."""
         if self._hands_over:
             try:
                 self.kept = target.held(place)
@@ -500,7 +504,7 @@ class Generation:
 def _decoded(
     decoder: Decoder, waiting: Iterator[Generation], num_places: int
 ) -> Iterator[tuple[Generation, list[int]]]:
-    """Decode; if processes share a model, the first decodes and sends its outputs to the others."""
+    """Decode; if processes share a model, the first one sends its outputs to the others."""
 
     def steps(waiting: Iterator[Generation]) -> Iterator[tuple[Generation, list[int]]]:
         return _Batch(decoder, waiting, num_places).steps()
@@ -514,20 +518,20 @@ class _Row:
     """A running sequence and its part in the last pass.
 
     Attributes:
-        generation: the sequence.
-        place: where its keys and values are.
-        num_prompt: tokens to read first, including those generated before it was restarted.
-        num_read: tokens of the prompt that were read so far.
+        generation: the sequence's generation.
+        place: number of the place that holds the sequence's keys and values.
+        num_prompt: number of tokens to read first; after a restart, with those already generated.
+        num_read: number of prompt tokens read so far.
         pieces: hidden states of the prompt chunks that were read.
-        proposed: the drafter's tree.
-        drafted: the part of it that the target can verify.
-        reading: its input in the pass.
+        proposed: the tree that the drafter returned.
+        drafted: the part of `proposed` that the target can verify.
+        reading: the sequence's input to the pass.
         path: int64[k], the accepted nodes.
-        next_token: the target's choice after them; `None` if the pass yielded none.
-        tokens: the tokens that the pass yielded.
-        learn_s: seconds that its drafter spent learning from the pass.
-        num_verified: sequences whose trees the pass verified.
-        pass_width: tokens in the pass, over all sequences.
+        next_token: the target's token after the accepted nodes; `None` if the pass yielded none.
+        tokens: the tokens that the pass added to the sequence.
+        learn_s: seconds that the drafter spent learning from the pass.
+        num_verified: number of sequences whose trees the pass verified.
+        pass_width: number of tokens in the pass, over all sequences.
     """
 
     generation: Generation
@@ -547,73 +551,73 @@ class _Row:
 
     @property
     def is_verified(self) -> bool:
-        """Whether the pass verifies a tree for it, even an empty one, and reads no prompt."""
+        """Whether the pass verifies a tree, even an empty one, and reads no prompt chunk."""
         return self.reading is not None and self.reading.tree is not None
 
     @property
     def is_accepted(self) -> bool:
-        """Whether a path of its tree was accepted, so that the target has to commit it."""
+        """Whether a path of the tree was accepted, which the target has to commit."""
         return self.is_verified and self.next_token is not None
 
     @property
     def is_going(self) -> bool:
-        """Whether its prompt was read completely, so that a draft can be verified."""
+        """Whether the whole prompt was read, so that a draft can be verified."""
         return self.num_unread == 0
 
     @property
     def num_unread(self) -> int:
-        """Tokens of its prompt that are still to be read."""
+        """Number of prompt tokens that are still to be read."""
         return self.num_prompt - self.num_read
 
     @property
     def tree(self) -> DraftTree:
-        """The tree to verify; empty for a prompt chunk."""
+        """The tree to verify; empty if the pass reads a prompt chunk."""
         tree = None if self.reading is None else self.reading.tree
         return DraftTree.empty() if tree is None else tree
 
     @property
     def width(self) -> int:
-        """Its number of rows in the pass."""
+        """The sequence's number of rows in the pass."""
         return 0 if self.reading is None else len(self.reading.tokens)
 
     def read_next(self, size: int) -> None:
-        """Set its input to the next chunk of its prompt."""
+        """Set the pass's input to the next chunk of the prompt."""
         tokens = self.generation.tokens[self.num_read : self.num_read + size]
         self._take(Reading(self.place, tokens))
 
     def verify(self, tree: DraftTree) -> None:
-        """Set its input to its last token and a tree after it."""
+        """Set the pass's input to the sequence's last token and a tree after it."""
         self._take(Reading.of(self.place, int(self.generation.tokens[-1]), tree))
 
     @property
     def may_go_on_drafted(self) -> bool:
-        """Whether the next pass may verify a tree for it."""
+        """Whether the next pass may verify a tree for this sequence."""
         return self.generation.max_depth > 1 and self.generation.is_drafted
 
     def asking(self, *, selects: bool) -> Reading | None:
-        """Return its input, with the selection to run within the pass if that is possible."""
+        """Return the pass's input, with the selection that the pass itself can make, if any."""
         reading = self.reading
         if reading is None or not selects or len(reading.tokens) < self.num_unread:
             return reading
         return replace(reading, selection=self.generation.selection(self.tree))
 
     def under_way(self, num_outcomes: int) -> PendingPass:
-        """Return its part in the running pass, for drafting after its likely outcomes."""
+        """Return the sequence's part in the running pass, for drafting its likely outcomes."""
         generation = self.generation
         most = generation.max_depth - 1
         return PendingPass(generation.tokens, self.proposed, self.tree, num_outcomes, most)
 
     def note_piece(self, states: States) -> None:
-        """Record that a chunk of its prompt was read."""
+        """Record that a prompt chunk was read."""
         self.num_read += self.width
         self.pieces.append(states)
 
     def verified(self, read: Read, next_token: int) -> Verified:
-        """Return its part of the pass and the result."""
+        """Return the sequence's part of the pass and the result."""
         states = read.states
         last_token = int(self.generation.tokens[-1])
         pieces, self.pieces = self.pieces, []
-        if pieces and self.generation.statistics.num_passes:  # it was restarted and read again
+        if pieces and self.generation.statistics.num_passes:  # restarted and read again
             states = {number: rows[-1:] for number, rows in states.items()}
         elif len(pieces) > 1:
             states = {number: torch.cat([each[number] for each in pieces]) for number in states}
@@ -627,12 +631,12 @@ class _Row:
 
 
 class _Batch:
-    """The sequences that passes serve, until all are over.
+    """Decodes sequences together, in shared passes, until all are over.
 
     Args:
-        decoder: has the target, the drafter and the budget.
-        waiting: sequences to decode, in order.
-        num_places: most sequences at a time.
+        decoder: holds the target, the drafter and the budget.
+        waiting: sequences to decode, in the order in which they start.
+        num_places: most sequences decoded at the same time.
     """
 
     def __init__(self, decoder: Decoder, waiting: Iterator[Generation], num_places: int) -> None:
@@ -662,7 +666,7 @@ class _Batch:
             self._leave()
 
     def _step(self) -> list[_Row]:
-        """Run one pass; return the rows that took part in it, in the order of their places."""
+        """Run one pass; return the rows that took part in it, ordered by place."""
         began_s = perf_counter()
         rows, load = self._planned()
         draft_s = self._draft(rows, load)
@@ -680,7 +684,7 @@ class _Batch:
         return rows
 
     def _planned(self) -> tuple[list[_Row], Load]:
-        """Choose the rows of the next pass and how much of each prompt it reads."""
+        """Choose the rows of the next pass and how many tokens of each prompt it reads."""
         contexts = [len(row.generation.tokens) for row in self._rows if row.is_going]
         unread = [row for row in self._rows if not row.is_going]
         sizes = [row.num_unread for row in unread]
@@ -693,7 +697,7 @@ class _Batch:
         return rows, Load(contexts, sum(sizes), most_rows)
 
     def _draft(self, rows: Sequence[_Row], load: Load) -> float:
-        """Give rows whose prompt was read a tree of worthwhile nodes; return the seconds taken."""
+        """Draft a tree for each row whose prompt was read; return the seconds that this took."""
         if self._ahead is not None:
             self._ahead.begin_drafting()
         going = [row for row in rows if row.is_going]
@@ -724,7 +728,7 @@ class _Batch:
         return draft_s
 
     def _read(self, rows: list[_Row]) -> list[tuple[_Row, Read]]:
-        """Run the pass for all rows; if memory runs out, retry with less."""
+        """Run the pass for all rows; if memory runs out, retry with smaller trees or fewer rows."""
         if self._ahead is not None:
             self._ahead.begin_pass(rows)
         while rows:
@@ -755,7 +759,7 @@ class _Batch:
         return [row for row in rows if row is not latest]
 
     def _accept(self, row: _Row, read: Read) -> None:
-        """Accept a path, unless only a prompt chunk was read."""
+        """Accept a path of the tree, unless the pass read only a prompt chunk."""
         if not row.is_going:
             row.note_piece(read.states)
             if row.num_unread:
@@ -776,7 +780,7 @@ class _Batch:
             self._budget.learn(outcomes, load, seconds, other_s)
 
     def _commit(self, row: _Row, read: Read) -> None:
-        """Let the drafter learn, and commit the tokens that the pass yielded."""
+        """Let the drafter learn from the pass, and commit the pass's tokens."""
         if row.next_token is None:
             return
         generation, began_s = row.generation, perf_counter()
@@ -788,7 +792,7 @@ class _Batch:
             generation.fail(error)
 
     def _admitted(self) -> list[Generation]:
-        """Fill free places; return the sequences that are over without another pass."""
+        """Fill the free places; return the sequences that are over without another pass."""
         over = [row.generation for row in list(self._rows) if self._has_ended(row)]
         while self._free and (generation := self._next()) is not None:
             row = _Row(generation, self._place_for(generation), len(generation.tokens))
@@ -800,7 +804,7 @@ class _Batch:
         return over
 
     def _place_for(self, generation: Generation) -> int:
-        """Take the free place that holds the longest prefix of a sequence."""
+        """Take the free place that holds the longest prefix of the sequence."""
         place = self._target.best_place(generation.tokens, self._free)
         self._free.remove(place)
         return place
@@ -820,7 +824,7 @@ class _Batch:
             row.generation.fail(error)
 
     def _has_ended(self, row: _Row) -> bool:
-        """Return whether a sequence is over; if so, free its place."""
+        """Return whether a sequence is over; if it is, free its place."""
         if row.generation.is_wanted:
             return False
         self._rows.remove(row)
@@ -830,7 +834,7 @@ class _Batch:
         return True
 
     def _is_shown(self, row: _Row) -> bool:
-        """Show a pass to the sequence's observer; return whether that worked."""
+        """Show a pass to the sequence's observer; return whether the observer raised no error."""
         try:
             if row.tokens:
                 row.generation.show(row)
@@ -849,8 +853,8 @@ class _Batch:
 class _Ahead:
     """Requests drafts for the likely outcomes of a pass while the pass runs.
 
-    If the actual outcome is among them, its drafts are ready when the pass ends and nothing waits
-    for the drafter. Drafts for any other outcome are requested after the pass, as in any batch.
+    If the actual outcome is among them, its draft is ready when the pass ends, and the loop need
+    not wait for the drafter. For any other outcome, a draft is requested after the pass, as usual.
     """
 
     def __init__(self, drafting: FollowingDrafter, num_outcomes: int) -> None:
@@ -860,18 +864,18 @@ class _Ahead:
         self._busy_s = 0.0
 
     def begin_drafting(self) -> None:
-        """Record how long the last pass took, and forget the requests before it."""
+        """Record how long the last pass took, and forget what was requested before it."""
         if self._pass_began_s is not None:
             self._busy_s = perf_counter() - self._pass_began_s
         self._num_asked = 0
 
     def nodes_to_ask(self, max_nodes: int) -> int:
-        """Return how many nodes of a tree to request if `max_nodes` may be verified."""
+        """Return how many nodes per tree to request if a pass may verify `max_nodes`."""
         self._num_asked = max(max_nodes, min(max_nodes + _SPARE, _MOST_ASKED))
         return self._num_asked
 
     def begin_pass(self, rows: Sequence[_Row]) -> None:
-        """Request drafts for the likely outcomes of a pass, if drafts were requested before it."""
+        """Request drafts for a pass's likely outcomes, if drafts were requested before the pass."""
         asked = [
             (row.generation.drafter, self._num_asked, row.under_way(self._num_outcomes))
             for row in rows
@@ -883,7 +887,7 @@ class _Ahead:
 
 
 def _room_to_read(num_unread: int, num_going: int, most_rows: int | None) -> int:
-    """Return how many prompt tokens a pass reads, within the most rows that a target captures."""
+    """Return how many prompt tokens a pass reads, within the most rows that CUDA graphs hold."""
     if num_going == 0:
         return _MOST_READ
     room = min(_PIECE * num_unread, _MOST_READ)
@@ -891,7 +895,7 @@ def _room_to_read(num_unread: int, num_going: int, most_rows: int | None) -> int
 
 
 def _shares(wanted: Sequence[int], room: int) -> list[int]:
-    """Divide the room evenly, up to what each wants, so that no prompt waits for a long one."""
+    """Divide the room evenly, up to each wanted size, so that no prompt waits for a long one."""
     shares = list(wanted)
     for done, at in enumerate(sorted(range(len(wanted)), key=wanted.__getitem__)):
         shares[at] = min(wanted[at], -(-room // (len(wanted) - done)))
@@ -900,7 +904,7 @@ def _shares(wanted: Sequence[int], room: int) -> list[int]:
 
 
 def _charge(rows: Sequence[_Row], draft_s: float, target_s: float, whole_s: float) -> None:
-    """Divide a pass's time: drafting evenly among the sequences drafted for, the pass by rows."""
+    """Divide the time of a pass: drafting evenly among the verified sequences, the pass by rows."""
     num_drafted = sum(row.is_verified for row in rows)
     width = sum(row.width for row in rows)
     host_s = whole_s - draft_s - target_s - sum(row.learn_s for row in rows)

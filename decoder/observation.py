@@ -1,4 +1,4 @@
-"""Observation: counts and times, an observer of every pass, and a watcher of long-running work."""
+"""Counts and times of sequences, observers of passes, and watchers of long-running work."""
 
 import time
 from collections import Counter
@@ -14,27 +14,28 @@ from decoder.stopping import StopRule
 from retriever.tree import DraftTree, Source
 
 _SHOWN: Final = 4
-"""Positions whose acceptance rate the summary shows."""
+"""Number of draft positions whose acceptance rate the summary shows."""
 
 
 @dataclass(slots=True)
 class Statistics:
-    """Counts and times of one sequence, or of many added together.
+    """Counts and times of one sequence, or sums over many.
 
     Attributes:
-        num_passes: forward passes of the target, the prompt's included.
-        num_tokens: tokens generated.
-        num_drafts: passes that verified a draft.
-        num_drafted: nodes verified.
-        drafted: verified nodes by their dominant source.
-        widths: passes after the prompt's, by number of verified nodes.
-        accepted: accepted nodes by their dominant source.
-        accepted_at: accepted nodes by their position in the draft, 0 for the first.
-        num_failures: drafts that the drafter refused or failed to give.
-        draft_s: seconds in the drafter.
-        target_s: seconds in the target, including the wait for its choices.
+        num_passes: forward passes of the target, including those over the prompt.
+        num_tokens: number of generated tokens.
+        num_drafts: number of passes that verified a draft.
+        num_drafted: number of draft-tree nodes verified.
+        drafted: number of verified nodes by their dominant source.
+        widths: number of passes after the prompt's, by the number of nodes that they verified.
+        accepted: number of accepted nodes by their dominant source.
+        accepted_at: number of accepted nodes by their position in the draft, 0 for the first.
+        num_failures: number of draft requests that the drafter refused or failed to answer.
+        draft_s: seconds spent in the drafter.
+        target_s: seconds spent in the target model, including the wait for its chosen tokens.
         prompt_s: the part of `target_s` spent on the prompt.
-        total_s: total seconds, first token to last; the remainder is the loop itself.
+        total_s: total seconds, first token to last; what is not drafter or target is the loop
+            itself.
     """
 
     num_passes: int = 0
@@ -53,12 +54,12 @@ class Statistics:
 
     @property
     def host_s(self) -> float:
-        """Seconds outside the drafter and the target."""
+        """Seconds spent outside the drafter and the target."""
         return self.total_s - self.draft_s - self.target_s
 
     @property
     def tokens_per_pass(self) -> float:
-        """Mean tokens per pass of the target, its own token included."""
+        """Mean number of generated tokens per target pass, including the target's own token."""
         return self.num_tokens / self.num_passes if self.num_passes else 0.0
 
     @property
@@ -74,12 +75,12 @@ class Statistics:
     def accepted_per_position(self) -> list[int]:
         """Return how many drafts had a node accepted at each position, in order of position.
 
-        Divided by `num_drafts`, it is the share of drafts that are right up to that position.
+        Divide by `num_drafts` for the share of drafts that are right up to that position.
         """
         return [self.accepted_at[at] for at in range(len(self.accepted_at))]
 
     def accepted_by_source(self) -> dict[str, int]:
-        """Return the number of accepted nodes by source name, most first."""
+        """Return the number of accepted nodes by source name, largest number first."""
         return {source.name.lower(): count for source, count in self.accepted.most_common()}
 
     def report(self) -> dict[str, Any]:
@@ -105,10 +106,10 @@ class Statistics:
         }
 
     def engine_metrics(self) -> dict[str, float]:
-        """Return the figures under the metric names of engines' own speculation, by series.
+        """Return the figures by series, under the names of engines' own speculation metrics.
 
-        Counters are those of vLLM (`vllm:spec_decode_…`), gauges those of SGLang (`sglang:spec_…`),
-        so that existing dashboards work for any engine.
+        Counters have vLLM's names (`vllm:spec_decode_…`), gauges SGLang's (`sglang:spec_…`), so
+        that existing dashboards work for any engine.
         """
         names = {
             "vllm:spec_decode_num_drafts_total": self.num_drafts,
@@ -159,12 +160,12 @@ class Statistics:
         )
 
     def _first_positions(self) -> str:
-        """Return the share of drafts whose first nodes were accepted, in a few words."""
+        """Return a few words about the share of drafts whose first nodes were accepted."""
         rates = [count / self.num_drafts for count in self.accepted_per_position()[:_SHOWN]]
         return f"right at 1, 2, …: {', '.join(f'{rate:.0%}' for rate in rates) or 'never'}"
 
     def _widths(self) -> str:
-        """Return the mean width of passes, in a few words."""
+        """Return a few words about the mean number of nodes per pass."""
         passes = self.widths.total()
         if not passes:
             return ""
@@ -189,7 +190,7 @@ class Statistics:
         self.total_s += other.total_s
 
     def record(self, tree: DraftTree, path: NDArray[np.int64], num_tokens: int) -> None:
-        """Count a pass over a tree of which `path` was accepted."""
+        """Count a pass over a draft tree of which the nodes in `path` were accepted."""
         if self.num_passes:
             self.widths[len(tree)] += 1
         self.num_passes += 1
@@ -217,18 +218,18 @@ class Statistics:
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """Return a number with its noun."""
+    """Return a count with its noun, in singular or plural."""
     return f"{count} {noun}" if count == 1 else f"{count} {plural or f'{noun}s'}"
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """How a pass spent its time, in seconds.
+    """The seconds that a pass spent in each part.
 
     Attributes:
-        draft_s: in the drafter.
-        target_s: in the target, including the wait for its choices.
-        host_s: in the loop itself.
+        draft_s: seconds in the drafter.
+        target_s: seconds in the target, including the wait for its chosen tokens.
+        host_s: seconds in the loop itself.
     """
 
     draft_s: float
@@ -237,23 +238,23 @@ class Times:
 
     @property
     def total_s(self) -> float:
-        """Sum of the three."""
+        """Total seconds of the pass."""
         return self.draft_s + self.target_s + self.host_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ObservedPass:
-    """One pass of the target, the prompt's included.
+    """One pass of the target, possibly over the prompt, as an observer sees it.
 
     Attributes:
-        drafted: the drafter's tree, cut to what the model can verify and the token limit allows.
-        tree: its first nodes, those that were verified.
-        path: int64[k], the nodes that were accepted and kept, from the root down.
-        tokens: the committed tokens: those of the path, then the target's own unless the sequence
-            ended earlier.
-        times: how the pass spent its time; the sequence's share if the pass served others too.
+        drafted: the drafter's tree, cut to what the model can verify and to the token limit.
+        tree: the first nodes of `drafted`, which were verified.
+        path: int64[k], the accepted nodes that the sequence keeps, from the root down.
+        tokens: the committed tokens: those of the path, then the target's own token unless the
+            sequence ended earlier.
+        times: the time that the pass took; this sequence's share if it held several sequences.
         num_sequences: number of sequences whose trees the pass verified.
-        width: tokens in the pass, over all sequences.
+        width: number of tokens in the pass, over all sequences.
     """
 
     drafted: DraftTree
@@ -266,13 +267,13 @@ class ObservedPass:
 
 
 Observer = Callable[[ObservedPass], object]
-"""Called once for every pass, after its tokens were emitted. An error that it raises ends the
+"""Called once for every pass, after the pass's tokens were emitted. An error in it ends the
 sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """A rule that may end a sequence, and an observer of its passes."""
+    """A rule that may end a sequence, and an observer of the sequence's passes."""
 
     stop_rule: StopRule | None = None
     observer: Observer | None = None
@@ -282,19 +283,19 @@ class Watcher(Protocol):
     """Receives the progress of long-running work."""
 
     def __call__(self, stage: str, over: float, told: str, /) -> None:
-        """Show the finished share of a stage, from 0 to 1, and a few words about it."""
+        """Show progress: the stage, its finished share from 0 to 1, and a few words about it."""
         ...
 
 
 class Clock:
-    """Derives the times of single passes from the sums in statistics."""
+    """Derives the times of single passes from the running sums in `Statistics`."""
 
     def __init__(self, statistics: Statistics) -> None:
         self._statistics = statistics
         self._last = self._sums()
 
     def split(self) -> Times:
-        """Return the times since the last call."""
+        """Return the time spent since the last call."""
         sums, last = self._sums(), self._last
         self._last = sums
         return Times(sums[0] - last[0], sums[1] - last[1], sums[2] - last[2])

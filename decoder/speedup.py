@@ -1,4 +1,4 @@
-"""The speedup from drafts: the seconds of answers against those of plain decoding."""
+"""The speedup from drafts: the seconds that answers take, against those of plain decoding."""
 
 from dataclasses import dataclass
 from typing import Any, Final
@@ -8,42 +8,43 @@ from decoder.observation import ObservedPass, Observer, counted
 from retriever.kernels.compiling import num_compiled
 
 _TELLING_PASSES: Final = 16
-"""Least passes for an estimate with a range: with fewer, one slow pass dominates."""
+"""Fewest passes for an estimate with a range: with fewer, one slow pass dominates."""
 
 _MOST_OFF: Final = 3.0
-"""Largest factor by which passes may be slower or faster than when costs were measured. A busy
-machine changes which widths are expensive, not only how long passes take."""
+"""Largest factor by which passes may be slower or faster than when their costs were measured. Other
+load on the machine changes which widths are expensive, not only how long passes take."""
 
 _SIGMAS: Final = 2.0
-"""Standard errors to either side of an estimate: 95% of such ranges contain the true value."""
+"""Standard errors on either side of an estimate: 95% of such ranges contain the true value."""
 
 _WHY_NOTHING: Final = (
     ", because nothing was found, or because wider passes were measured to be too expensive here"
 )
 
 UNKNOWN: Final = (
-    "what drafts are worth here is not known yet: there was no pass after the prompt's own"
+    "the speedup from drafts is not known yet: there was no pass after the prompt's own"
 )
 
 
 @dataclass(slots=True)
 class Speedup:
-    """Seconds of one or more answers with drafts and without.
+    """Seconds that one or more answers take with drafts and without.
 
     An estimate uses measured costs only for the ratio of a plain pass to a wider one, because other
-    load on the machine slows both. So it never exceeds the tokens per pass.
+    load on the machine slows both. So the estimate never exceeds the tokens per pass.
 
     Attributes:
-        own_s: seconds with drafts, the prompt's pass included.
+        own_s: seconds with drafts, including the pass over the prompt.
         plain_s: seconds that the same tokens take without drafts, estimated or measured.
-        num_passes: passes after the prompts' own; with 0 the speedup is unknown.
-        num_nodes: nodes drafted in these passes.
-        passes_s: seconds that these passes took in the target.
-        measured_s: seconds that passes of these widths took when costs were measured.
+        num_passes: number of passes after those over the prompts; with 0 the speedup is unknown.
+        num_nodes: number of draft nodes in these passes.
+        passes_s: seconds that the target took for these passes.
+        measured_s: seconds that passes of the same widths took when costs were measured.
         products: sums over these passes of plain², plain x own and own² seconds, for the variance.
-        num_compared: answers that were also decoded without drafts.
-        num_different: number of them whose tokens differ.
-        first_difference: position, from 1, of the first differing token in the first such answer.
+        num_compared: number of answers that were also decoded without drafts.
+        num_different: number of compared answers whose tokens differ.
+        first_difference: position, from 1, of the first differing token in the first answer that
+            differs.
     """
 
     own_s: float = 0.0
@@ -65,7 +66,7 @@ class Speedup:
 
     @property
     def range(self) -> tuple[float, float] | None:
-        """Bounds of an estimate; `None` for a measurement or too few passes."""
+        """Lower and upper bound of an estimate; `None` for a measurement or too few passes."""
         times = self.times_plain
         if times is None or self.num_compared or self.num_passes < _TELLING_PASSES:
             return None
@@ -76,7 +77,7 @@ class Speedup:
 
     @property
     def _off(self) -> float:
-        """How many times as long passes take now as when costs were measured."""
+        """How many times as long passes take now as when their costs were measured."""
         return self.passes_s / self.measured_s if self.measured_s else 1.0
 
     @property
@@ -86,14 +87,14 @@ class Speedup:
     def observer(self, budget: Budget, num_prompt: int) -> Observer:
         """Return an observer that adds the passes of an answer, as an estimate.
 
-        Each token counts as one plain pass. Its cost is that of the actual pass times the budget's
-        current ratio of plain to actual costs; the prompt's pass costs the same in both. A pass
-        during which this process compiled kernels does not count: that happens once. With a budget
-        that does not measure costs, nothing is added.
+        Each token counts as one plain pass. A plain pass costs the actual pass's time, times the
+        budget's current ratio of plain to actual costs; the prompt's pass costs the same in both.
+        Passes during which this process compiled kernels do not count, because compiling happens
+        only once. With a budget that does not measure costs, nothing is added.
 
         Args:
             budget: the decoder's budget.
-            num_prompt: tokens of the prompt.
+            num_prompt: number of prompt tokens.
         """
         if not isinstance(budget, MeasuredBudget):
             return lambda _: None
@@ -121,13 +122,13 @@ class Speedup:
         """Add a pass.
 
         Args:
-            step: the pass, as observed by one of its sequences.
-            plain_s: estimated seconds of a plain pass over all its sequences.
-            wide_s: estimated seconds of a pass of its width.
-            load: how many times as long passes take now as when costs were measured.
+            step: the pass, as one of its sequences observed it.
+            plain_s: estimated seconds of a plain pass over all sequences of this pass.
+            wide_s: estimated seconds of a pass as wide as this one.
+            load: how many times as long passes take now as when their costs were measured.
         """
         whole_s = step.times.target_s * step.width / (1 + len(step.tree))
-        share_s = whole_s * plain_s / wide_s / step.num_sequences  # a plain pass serves them all
+        share_s = whole_s * plain_s / wide_s / step.num_sequences  # it holds all of them
         plain, own = len(step.tokens) * share_s, step.times.total_s
         self.plain_s += plain
         self.own_s += own
@@ -168,7 +169,7 @@ class Speedup:
         }
 
     def summary(self) -> str:
-        """Return a human-readable line."""
+        """Return the speedup in one line for users."""
         times = self.times_plain
         if times is None:
             return self._doubt() if self._is_off else UNKNOWN
@@ -177,7 +178,7 @@ class Speedup:
             return f"{gain}: nothing was drafted{_WHY_NOTHING}"
         if not self.num_compared:
             return f"{gain}{self._surety()}"
-        useless = ": drafts do not pay here" if times < 1 else ""
+        useless = ": drafts do not pay off here" if times < 1 else ""
         seconds = f"{self.own_s:.2f} s against {self.plain_s:.2f} s without drafts"
         return f"{gain}, measured{useless}: {seconds}; {self._identity()}"
 
@@ -187,13 +188,13 @@ class Speedup:
         if self.range is None:
             return f", by a rough estimate from {passes}"
         low, high = self.range
-        useless = ": drafts do not pay here" if high < 1 else ""
+        useless = ": drafts do not pay off here" if high < 1 else ""
         return f" ({low:.1f} to {high:.1f}), estimated from {passes}{useless}"
 
     def _doubt(self) -> str:
         """Return why an estimate is withheld."""
         return (
-            f"what drafts are worth here is not known now: passes take {self._off:.2g} times as "
+            f"the speedup from drafts is not known now: passes take {self._off:.2g} times as "
             "long as when their costs were measured. Has other work started or ended here? "
             "`foredraft generate --compare` measures it"
         )

@@ -1,4 +1,4 @@
-"""Stopping a sequence before its limit: by tokens, and by rules such as strings in its text."""
+"""Rules that stop a sequence before its token limit: stop tokens, and strings in its text."""
 
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
@@ -11,18 +11,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DEFAULT_MAX_NEW_TOKENS: Final = 256
-"""One or two paragraphs: with a forgotten limit, generation still ends soon."""
+"""One or two paragraphs, so that generation ends soon if no limit is given."""
 
 INCOMPLETE: Final = "\ufffd"
-"""Decoders insert it for a character that lacks some of its bytes."""
+"""Tokenizers decode a character that lacks some of its bytes to this one."""
 
 
 class TextStream:
     """Decodes a growing sequence and holds back incomplete characters.
 
-    Tokens may end in the middle of a character, and the text of a token may depend on the token
-    before it. So each piece is the difference between two decodings that start at the same earlier
-    token.
+    A token may end in the middle of a character, and its text may depend on the token before it. So
+    each piece of text is the difference between two decodings that start at the same earlier token.
 
     Args:
         tokenizer: decodes the tokens; special tokens are left out.
@@ -35,7 +34,7 @@ class TextStream:
         self._shown = 0
 
     def push(self, tokens: Sequence[int]) -> str:
-        """Add tokens and return the text that is now certain; it may be empty."""
+        """Add tokens and return the text that can no longer change; it may be empty."""
         self._tokens.extend(tokens)
         text = self._pending()
         if text.endswith(INCOMPLETE):
@@ -44,7 +43,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """Return the text held back, complete or not."""
+        """Return the text held back so far, even with an incomplete character."""
         text = self._pending()
         self._start = self._shown = len(self._tokens)
         return text
@@ -68,11 +67,12 @@ class StopRule(Protocol):
         """Add the next accepted tokens.
 
         Args:
-            tokens: at least one; never a token after a stop token.
+            tokens: ids of the next accepted tokens, at least one; none of them follows a stop
+                token.
 
         Returns:
-            How many of them the sequence keeps, at least one, if it ends here; `None` if it
-            continues.
+            If the sequence ends within these tokens, how many of them it keeps, at least one;
+            `None` if it continues.
         """
         ...
 
@@ -80,19 +80,19 @@ class StopRule(Protocol):
 def first_stop(
     tokens: Sequence[int], stop_ids: Collection[int], rule: StopRule | None
 ) -> int | None:
-    """Return how many tokens the sequence keeps if it ends within them; `None` if it continues."""
+    """Return how many of the tokens the sequence keeps if it ends there; `None` if it continues."""
     end = next((at for at, token in enumerate(tokens, 1) if token in stop_ids), None)
     kept = None if rule is None else rule.num_kept(tokens[:end])
     return end if kept is None else kept
 
 
 class StopStrings:
-    """Strings that end a text; all are searched for in one pass over it.
+    """Strings that end a text; one scan of the text searches for all of them.
 
     Uses the automaton of Aho and Corasick (1975, doi:10.1145/360825.360855).
 
     Args:
-        strings: the strings, possibly none, or a single string.
+        strings: the stop strings, possibly none, or a single stop string.
 
     Raises:
         StopStringError: a string is empty or not valid text.
@@ -111,7 +111,7 @@ class StopStrings:
         return len(self.strings)
 
     def first(self, text: str) -> tuple[int, str | None]:
-        """Return end and string of the match that ends first, the longest one of those."""
+        """Return the end and the string of the first match, the longest of those that end there."""
         end, string = next(self._automaton.iter(text), (-1, None)) if self.strings else (-1, None)
         return end + 1, string
 
@@ -124,15 +124,15 @@ class StopStrings:
 class StopSearch:
     """Shows a growing text without any part of a stop string.
 
-    A suffix that may become a stop string is held back and searched again with the next piece;
-    text that was shown is never searched again.
+    A suffix that may become a stop string is held back and searched again with the next piece. Text
+    that was shown is never searched again.
 
     Args:
         strings: the stop strings.
         include: whether the stop string itself is shown.
 
     Attributes:
-        found: the stop string that was completed first, the longest one if several end together.
+        found: the stop string that ended first, the longest if several end together.
     """
 
     def __init__(self, strings: StopStrings, *, include: bool = False) -> None:
@@ -152,7 +152,7 @@ class StopSearch:
         return self._show(end if self._include else end - len(self.found))
 
     def finish(self) -> str:
-        """Return the text held back, when the text ends without a stop string."""
+        """Return the text held back so far; call this when the text ends without a stop string."""
         return "" if self.found is not None else self._show(len(self._held))
 
     def _show(self, count: int) -> str:
@@ -205,18 +205,18 @@ class StoppableText:
 
 
 def check_stop_strings(strings: StopStrings, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Refuse stop strings that a tokenizer can never decode.
+    """Refuse stop strings that can never occur in text that the tokenizer decodes.
 
-    A string that survives encoding and decoding is fine. Otherwise each character must be in the
-    text of some token, or be composed of byte tokens.
+    A string that survives encoding and decoding is allowed. Otherwise each of its characters must
+    be in the text of some token, or be composed of byte tokens.
 
     Raises:
-        StopStringError: one can never be decoded.
+        StopStringError: one of the strings can never occur.
     """
     doubtful = [string for string in strings.strings if not _returns(tokenizer, string)]
     missing = {c for c in "".join(doubtful) if not _returns(tokenizer, c)}
     if missing:
-        # Each token twice: a tokenizer may put text, such as a space, between two tokens.
+        # Decode each token twice: a tokenizer may put text, such as a space, between two tokens.
         missing.difference_update(*(plain_text(tokenizer, [i, i]) for i in range(len(tokenizer))))
     for string in doubtful:
         if lacking := sorted(missing.intersection(string)):
@@ -227,7 +227,7 @@ def check_stop_strings(strings: StopStrings, tokenizer: "PreTrainedTokenizerBase
 
 
 def special_ids(strings: StopStrings, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Return the ids of stop strings that are special tokens, which texts leave out."""
+    """Return the ids of stop strings that are special tokens, which decoded text leaves out."""
     known = tokenizer.get_vocab()
     special = set(tokenizer.all_special_ids)
     return [known[string] for string in strings.strings if known.get(string) in special]
@@ -244,5 +244,5 @@ def _checked(string: str) -> str:
 
 
 def _returns(tokenizer: "PreTrainedTokenizerBase", text: str) -> bool:
-    """Return whether a text survives encoding and decoding."""
+    """Return whether a text is unchanged after encoding and decoding."""
     return text in plain_text(tokenizer, tokenizer.encode(text, add_special_tokens=False))

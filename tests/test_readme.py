@@ -115,7 +115,7 @@ def shown_output() -> list[str]:
 
 
 # Where the machine got other work since costs were measured, it isn't known.
-WORTH = re.compile(r"[\d.]+x plain decoding|what drafts are worth here is not known now")
+WORTH = re.compile(r"[\d.]+x plain decoding|the speedup from drafts is not known now")
 
 
 def in_shape(lines: list[str], shown: list[str]) -> bool:

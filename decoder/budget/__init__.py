@@ -1,1 +1,1 @@
-"""The budget: how much of a draft pays on this machine, from measured costs and calibration."""
+"""Decides how many draft nodes to verify, from measured costs and calibrated probabilities."""

@@ -1,4 +1,4 @@
-"""How much of a draft is worth verifying: the cost of a pass against its expected gain."""
+"""Decides how many draft nodes to verify, from the cost of a pass and its expected gain."""
 
 import math
 from collections import deque
@@ -14,70 +14,72 @@ from decoder.budget.costs import AdaptiveCosts, CostSurface, StepOverhead
 from decoder.budget.payoff import FadingRatio, Payoff, RecentMedian
 from retriever.tree import DraftTree
 
-# "Simulated decoding" is that of `tests/decoder/budget/test_budget.py`: synthetic costs, and
-# drafters that are steadily right in part, always wrong, or switch between the two every few to 100
-# steps. One number was changed at a time.
+# "Simulated decoding" is the simulation in `tests/decoder/budget/test_budget.py`. Its costs are
+# synthetic. Its drafters are partly right all the time, always wrong, or switch between the two
+# every few to 100 steps. One constant was changed at a time.
 
 _PACE_DECAY: Final = 0.97
-"""The recent pace averages over about 33 steps, roughly a paragraph. In simulated decoding 0.9 is
-1% slower with a slow drafter, and 0.99 up to 8% slower if the text changes every 100 steps."""
+"""Decay of the recent pace: it averages over about 33 steps, roughly a paragraph. In simulated
+decoding 0.9 is 1% slower with a slow drafter, and 0.99 is up to 8% slower if the text changes every
+100 steps."""
 
 _LIKENESS: Final = 0.7
-"""Weight of this step's own pace against the recent pace, in a mean of logarithms. It is on par
-with the best ratio of each step (1.0) on replayed chats, and 2% faster on edits of code. Simulated
-decoding prefers a lower weight if steps change every seven (0: +7%) and a higher one for slow
-drafters (1: +1.5%)."""
+"""Weight of this step's own pace against the recent pace, in a mean of logarithms. A weight of 1.0
+would maximize the ratio of each step. Against that, 0.7 is as fast on replayed chats and 2% faster
+on edits of code. Simulated decoding prefers a lower weight if drafters switch every seven steps (0:
++7%), and a higher weight for slow drafters (1: +1.5%)."""
 
 _LEAST_ASKED: Final = 16
-"""Nodes that may be requested regardless of what paid recently: retrieval drafts 16 in hardly more
-time than one, and unverified nodes also serve calibration. With fewer, doubling would start lower
-once text repeats; more would cost time for nodes that have not paid."""
+"""Nodes that may always be requested, even if fewer paid off recently: retrieval drafts 16 nodes in
+hardly more time than one, and calibration also learns from unverified nodes. With fewer, doubling
+would start lower once text repeats; with more, drafting would take longer for nodes that have not
+paid off."""
 
 _RECENT_CUTS: Final = 16
-"""Number of recent steps whose largest cut bounds the requested nodes: a sentence or a few lines of
-code. With fewer, the budget forgets within a sentence that long drafts paid; with more, it requests
-many nodes long after they stopped paying."""
+"""Number of recent steps whose largest verified tree bounds the requested nodes: a sentence or a
+few lines of code. With fewer, the budget forgets within a sentence that long drafts paid off; with
+more, it requests many nodes long after they stopped paying off."""
 
 _RECENT_DRAFTS: Final = 9
-"""Number of drafts for the median drafting time: a drafter that becomes slow shows after five
-drafts, and up to four pauses of the machine change nothing."""
+"""Number of drafts that the median drafting time covers: a slower drafter shows after five drafts,
+and up to four machine pauses do not change the median."""
 
 _DRAFTER_DECAY: Final = 0.8
-"""A drafter's gain averages over about five drafts: each useless draft of a slow drafter costs its
-full time, so the drafter is paused soon. The latest draft also counts by itself, so it is not
-paused too soon. In simulated decoding 0.95 loses 1% with a slow drafter and gains 1% if the text
-changes; 0.5 loses up to 4% if steps change every seven."""
+"""Decay of a drafter's gain: it averages over about five drafts. Each useless draft of a slow
+drafter costs its full time, so the drafter is paused soon. The latest draft also counts by itself,
+so that the drafter is not paused too soon. In simulated decoding 0.95 loses 1% with a slow drafter
+and gains 1% if the text changes; 0.5 loses up to 4% if drafters switch every seven steps."""
 
 _PROBING_SHARE: Final = 0.01
-"""Share of the time that trials of a useless drafter may take. In simulated decoding a useless
-drafter costs 1.6% more with 0.03; with 0.003 a drafter that starts to be right is noticed late,
+"""Share of decoding time that trials of a useless drafter may take. In simulated decoding a useless
+drafter costs 1.6% more with 0.03. With 0.003 it is noticed late that a drafter is right again,
 which costs 5%."""
 
 _LONGEST_PAUSE: Final = 512
-"""Most steps between two trials of a drafter: bounds how much text passes before a drafter that is
-right again is noticed. Drafters that take up to five passes' time reach the share above first."""
+"""Most steps between two trials of a drafter, so that a drafter that is right again is noticed in
+time. For drafters that take up to five passes' time, `_PROBING_SHARE` gives a shorter pause."""
 
 _FIRST_PLAIN: Final = 4
-"""Steps with drafts between the first three plain steps, which show what drafts add to a step: see
-`StepOverhead`. After that, each interval is twice the previous one."""
+"""Steps with drafts between the first three plain steps, which show how much time drafts add to a
+step (see `StepOverhead`). After that, each interval is twice the previous interval."""
 
 _MOST_DRAFTED: Final = 512
 """Most steps with drafts between two plain steps."""
 
 _SURELY_FASTER: Final = 2.0
-"""Speedup over plain steps above which no plain step is inserted: the unseen overhead of drafts has
-never halved the pace."""
+"""Speedup above which no plain step is inserted: the unmeasured overhead of drafts has never halved
+the pace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load of a pass besides drafts.
+    """The work of a pass apart from draft nodes.
 
     Attributes:
-        contexts: tokens of each running sequence, at least one sequence.
-        num_read: prompt tokens that it reads for other sequences.
-        most_rows: tokens of the widest pass to which the measured costs apply: wider passes run in
-            a slower way. `None` if there is no such limit.
+        contexts: number of tokens of each running sequence, at least one sequence.
+        num_read: number of prompt tokens that the pass reads for other sequences.
+        most_rows: most tokens of a pass to which the measured costs apply, because wider passes run
+            in a slower way. `None` for no limit.
     """
 
     contexts: Sequence[int]
@@ -86,21 +88,21 @@ class Load:
 
     @classmethod
     def of(cls, context: int) -> Self:
-        """Return the load of one sequence."""
+        """Return the load of a pass over one sequence with `context` tokens."""
         return cls((context,))
 
     @property
     def context(self) -> int:
-        """Mean tokens of a sequence: the cost of attention is proportional to rows times tokens."""
+        """Mean tokens per sequence: the cost of attention is proportional to rows times tokens."""
         return sum(self.contexts) // len(self.contexts)
 
     @property
     def width(self) -> int:
-        """Rows of the pass without drafts."""
+        """Number of rows in the pass without drafts."""
         return len(self.contexts) + self.num_read
 
     def fitting(self, num_nodes: int) -> int:
-        """Return how many of `num_nodes`, over all trees, it has room for."""
+        """Return how many of `num_nodes` nodes, over all trees, the pass has room for."""
         if self.most_rows is None:
             return num_nodes
         return min(num_nodes, max(self.most_rows - self.width, 0))
@@ -111,9 +113,9 @@ class PassOutcome:
     """The result of a pass for one sequence.
 
     Attributes:
-        tree: the verified tree, empty for a plain step.
-        path: int64[k], its accepted nodes.
-        next_token: the target's choice after them.
+        tree: the verified tree; empty for a plain step.
+        path: int64[k], the accepted nodes of the tree.
+        next_token: the target's token after the accepted nodes.
     """
 
     tree: DraftTree
@@ -122,22 +124,22 @@ class PassOutcome:
 
 
 class Budget(Protocol):
-    """Decides whether a drafter is asked and how many nodes of its trees are verified.
+    """Decides whether to draft, and how many nodes of the draft trees to verify.
 
-    In each step `ask` is called, then `share` if there are drafts, then `learn`.
+    Each step calls `ask`, then `share` if there are drafts, then `learn`.
     """
 
     def ask(self, load: Load) -> int:
-        """Return the most nodes of a sequence that could pay; 0 to skip drafting."""
+        """Return the most nodes per sequence that could pay off; 0 to skip drafting."""
         ...
 
     def share(self, trees: Sequence[DraftTree], load: Load, draft_s: float) -> list[DraftTree]:
-        """Return the prefixes of trees that are worth verifying.
+        """Return, for each tree, the prefix of nodes to verify.
 
         Args:
-            trees: one for each sequence of the load.
+            trees: the draft tree of each sequence in the load.
             load: the load of the pass.
-            draft_s: seconds that drafting all of them took.
+            draft_s: seconds that drafting all trees took.
         """
         ...
 
@@ -151,16 +153,16 @@ class Budget(Protocol):
         """Learn the result and duration of a pass over the last trees, or without trees.
 
         Args:
-            outcomes: one for each sequence of the last load; `None` for one that ended before the
-                pass.
+            outcomes: the outcome for each sequence of the last load; `None` if the sequence ended
+                before the pass.
             load: the load of the pass.
-            seconds: duration of the pass, including the wait for its choices.
-            other_s: seconds of its step besides the pass and drafting, such as learning.
+            seconds: duration of the pass, including the wait for its chosen tokens.
+            other_s: seconds of the step besides the pass and drafting, such as learning.
         """
         ...
 
     def halve(self) -> None:
-        """Halve the most nodes for good: there is not enough memory for more."""
+        """Halve the largest number of nodes for good, because memory ran out."""
         ...
 
 
@@ -175,7 +177,7 @@ class FixedBudget:
         return self.max_nodes
 
     def share(self, trees: Sequence[DraftTree], load: Load, draft_s: float) -> list[DraftTree]:  # noqa: ARG002
-        """Return the first `max_nodes` nodes of each."""
+        """Return the first `max_nodes` nodes of each tree."""
         return [tree.prefix(self.max_nodes) for tree in trees]
 
     def learn(
@@ -188,26 +190,26 @@ class FixedBudget:
         """Ignore the outcomes."""
 
     def halve(self) -> None:
-        """Halve the most nodes."""
+        """Halve `max_nodes`."""
         self.max_nodes //= 2
 
 
 class MeasuredBudget:
     """Verifies as many nodes as maximize tokens per second.
 
-    The first n nodes yield in expectation the sum of their probabilities in tokens, and they make
-    the pass longer. They pay if the extra time would yield fewer tokens at the pace expected of the
-    next steps. This maximizes tokens over all time; the best ratio of each step does not
-    (Dinkelbach, 1967, doi:10.1287/mnsc.13.7.492). Similar steps come in runs, so the expected pace
-    lies between this step's own pace and the recent one, and is at least the pace of plain
-    decoding. Probabilities are first calibrated by outcomes, and costs by the durations of passes
-    and whole steps. A drafter that takes longer than it saves is paused.
+    The expected number of accepted tokens is the sum of the nodes' probabilities; each node also
+    makes the pass longer. Nodes pay off if the next steps, at their expected pace, would yield
+    fewer tokens in the extra time. This maximizes tokens over all time; maximizing the ratio of
+    each step does not (Dinkelbach, 1967, doi:10.1287/mnsc.13.7.492). Similar steps come in runs, so
+    the expected pace lies between this step's own pace and the recent pace. It is at least the pace
+    of plain decoding. Probabilities are calibrated by outcomes, and costs by the durations of
+    passes and whole steps. A drafter that takes longer than it saves is paused.
 
-    If a pass serves many sequences, the nodes of all their trees compete: the most probable come
-    first regardless of sequence, and each makes the shared pass longer.
+    If a pass holds several sequences, the nodes of all their trees compete. The most probable nodes
+    come first, whatever their sequence, and each node makes the shared pass longer.
 
     Args:
-        surface: measured costs of passes, or costs that are learned from passes as they run.
+        surface: measured costs of passes, or costs that are learned while passes run.
         max_nodes: most nodes of a tree to verify; `None` for the surface's largest width.
     """
 
@@ -223,13 +225,13 @@ class MeasuredBudget:
         self._num_drafted, self._until_plain = 0, _FIRST_PLAIN
         self._chosen: deque[int] = deque(maxlen=_RECENT_CUTS)
         self._draft_s = 0.0
-        self._late = FadingRatio(_PACE_DECAY)  # speedup over plain passes
+        self._late = FadingRatio(_PACE_DECAY)  # recent speedup over plain passes
 
     def ask(self, load: Load) -> int:
-        """Return the most nodes of a sequence that pay if all are right; see `Budget.ask`.
+        """Return the most nodes per sequence that pay off if all are right; see `Budget.ask`.
 
-        Drafting time grows with the requested nodes, so at most twice as many are requested as paid
-        recently: a draft that pays to its end doubles the next request.
+        Drafting time grows with the requested nodes. So at most twice as many are requested as paid
+        off recently: each draft that is verified to its end doubles the next request.
         """
         table = self._table(load, load.fitting(self.max_nodes))
         plain_s = self._plain_s(load)
@@ -241,7 +243,7 @@ class MeasuredBudget:
         return nodes if is_asked else 0
 
     def share(self, trees: Sequence[DraftTree], load: Load, draft_s: float) -> list[DraftTree]:
-        """Return the prefixes that together are expected to save the most time."""
+        """Return the trees' prefixes that together are expected to save the most time."""
         drafts = self._drafts = [self._calibration.corrected(tree) for tree in trees]
         probabilities, owners = _most_probable(drafts, self.max_nodes)
         probabilities = probabilities[: load.fitting(len(probabilities))]
@@ -291,7 +293,7 @@ class MeasuredBudget:
         self._draft_s = 0.0
 
     def halve(self) -> None:
-        """Halve the most nodes for good."""
+        """Halve `max_nodes` for good."""
         self.max_nodes //= 2
 
     def _learn_step(self, num_nodes: int, load: Load, step_s: float) -> None:
@@ -307,7 +309,7 @@ class MeasuredBudget:
         self._num_drafted = 0
 
     def _goes_drafted(self) -> bool:
-        """Return whether no plain step is due; one is due when it is uncertain that drafts pay."""
+        """Return whether no plain step is due, which would show whether drafts pay off."""
         if self._num_drafted < self._until_plain:
             return True
         return self._late.value() >= _SURELY_FASTER
@@ -319,7 +321,7 @@ class MeasuredBudget:
         return self._drafter.is_due(1.0, draft_s, longest)
 
     def _table(self, load: Load, num_nodes: int) -> NDArray[np.float64]:
-        """Return float64[1 + n], the seconds of a step with 0 to `num_nodes` nodes."""
+        """Return float64[1 + n], the seconds of steps with 0 to n = `num_nodes` nodes."""
         passes = self.costs.table_to(load.width + num_nodes, load.context)[load.width - 1 :]
         if not self._overhead.is_known:
             return passes
@@ -327,7 +329,7 @@ class MeasuredBudget:
         return self._overhead.plain * passes + node_s * np.arange(len(passes))
 
     def _plain_s(self, load: Load) -> float:
-        """Return the seconds of a step that reads one token of each sequence and no prompt."""
+        """Return the seconds of a step that reads one token of each sequence, and no prompt."""
         num_plain = len(load.contexts)
         passes = self.costs.table_to(num_plain, load.context)
         return self._overhead.plain * float(passes[num_plain - 1])
@@ -336,8 +338,8 @@ class MeasuredBudget:
         """Return the expected tokens per second of the next steps.
 
         Args:
-            own: best pace that this step can have.
-            plain: pace of plain decoding.
+            own: highest tokens per second that this step can have.
+            plain: tokens per second of plain decoding.
         """
         late = self._late.value(default=own / plain) * plain
         return max(math.pow(own, _LIKENESS) * math.pow(late, 1 - _LIKENESS), plain)
@@ -346,9 +348,9 @@ class MeasuredBudget:
 def _most_probable(
     drafts: Sequence[CorrectedDraft], most: int
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return the nodes' probabilities over all drafts, descending, and the draft of each.
+    """Return the probabilities of all drafts' nodes, descending, and each node's draft.
 
-    The nodes of each draft keep their order; at most `most` of each are used.
+    The nodes of each draft keep their order; at most `most` nodes of each are used.
     """
     if len(drafts) == 1:
         probabilities = drafts[0].probabilities[:most]

@@ -1,4 +1,4 @@
-"""Calibration of draft probabilities by the outcomes of their nodes."""
+"""Calibrates draft probabilities by whether earlier nodes were accepted."""
 
 from dataclasses import dataclass
 from typing import Any, Final
@@ -12,17 +12,17 @@ from retriever.tree import ROOT, DraftTree
 class Calibration:
     """Scales probabilities by how often similar nodes were right recently.
 
-    Histogram binning (Zadrozny and Elkan, 2001) with exponential forgetting and a cell for each
-    source and probability bin. The prior of a cell is its bin, and that of a bin is the stated
-    probability. Corrections go down and up: under greedy decoding the target's choice is more
-    certain than a draft model states. Sources are added as they are seen.
+    The method is histogram binning (Zadrozny and Elkan, 2001) with exponential forgetting, with a
+    cell for each source and probability bin. A cell's prior is the correction of its bin; a bin's
+    prior is no correction. Corrections also go up: in greedy decoding the target's choice is more
+    certain than a draft model's probabilities say. New sources get cells as they appear.
 
     Args:
         edges: upper edges of the probability bins, ascending.
-        decay: factor on the weight of earlier outcomes with each draft learned from.
+        decay: each new draft multiplies the weight of earlier outcomes by this factor.
         prior_nodes: prior weight of a cell and of a bin, as a number of correctly predicted nodes.
-        most_from_draft: most weight of one draft in a cell, in nodes; unlimited if not given. The
-            outcomes of nodes on one path are correlated.
+        most_from_draft: most weight of one draft in a cell, in nodes, because the outcomes of nodes
+            on a path are correlated; unlimited if not given.
     """
 
     def __init__(
@@ -36,17 +36,17 @@ class Calibration:
         self._decay = decay
         self._prior_nodes = prior_nodes
         self._most_from_draft = most_from_draft
-        # float64[2, sources, bins]: nodes expected to be right, and those that were
+        # float64[2, sources, bins]: number of nodes expected to be right, and of those that were
         self._counts = np.zeros((2, 1, len(self._edges) + 1))
 
     def corrected(
         self, probabilities: NDArray[np.floating[Any]], sources: NDArray[np.uint8] | None = None
     ) -> NDArray[np.float64]:
-        """Return float64[n], the corrected probabilities; descending and at most 1.
+        """Return float64[n], the corrected probabilities, descending and at most 1.
 
         Args:
-            probabilities: float[n] as stated, descending.
-            sources: uint8[n]; one for all if not given.
+            probabilities: float[n], the drafter's probabilities, descending.
+            sources: uint8[n], the `Source` of each node; the same for all if not given.
         """
         cells = self._cells(probabilities, sources)
         corrected: NDArray[np.float64] = probabilities * self._trust().ravel()[cells]
@@ -60,12 +60,12 @@ class Calibration:
         came_true: NDArray[np.bool_],
         sources: NDArray[np.uint8] | None = None,
     ) -> None:
-        """Learn from the nodes of a draft whose outcome is known.
+        """Learn from the nodes of a draft whose outcomes are known.
 
         Args:
-            probabilities: float[n] as stated, uncorrected.
-            came_true: bool[n].
-            sources: uint8[n]; one for all if not given.
+            probabilities: float[n], the drafter's uncorrected probabilities.
+            came_true: bool[n], whether each node was right.
+            sources: uint8[n], the `Source` of each node; the same for all if not given.
         """
         cells, size = self._cells(probabilities, sources), self._counts[0].size
         of_draft = np.empty((2, size))
@@ -80,7 +80,7 @@ class Calibration:
         self._counts *= kept
 
     def _trust(self) -> NDArray[np.float64]:
-        """Return float64[sources, bins], the factors for probabilities."""
+        """Return float64[sources, bins], the factors that correct probabilities."""
         prior = self._prior_nodes
         expected, right = self._counts.sum(axis=1) + prior
         of_bins: NDArray[np.float64] = right / expected
@@ -105,33 +105,36 @@ class Calibration:
         return cells
 
 
-# "Simulated decoding" is that of `budget.py`; one number was changed at a time.
+# "Simulated decoding" is the simulation described in `budget.py`; one constant was changed at a
+# time.
 
 _EDGES: Final = np.array([0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9], np.float32)
-"""Finer between 0.05 and 0.9, where a node may or may not pay; below, it never pays. In simulated
-decoding two bins, split at a half, are 6% slower if drafts are steady. 20 bins are as fast to 5%
-faster, but each of them learns from fewer nodes."""
+"""Edges of the probability bins, finer between 0.05 and 0.9, where a node may or may not pay off;
+below, it never does. In simulated decoding two bins, split at 0.5, are 6% slower with steady
+drafters. 20 bins are 0 to 5% faster, but each bin learns from fewer nodes."""
 
 _DECAY: Final = 0.98
-"""A memory of about fifty drafts: a cell gets a node every few drafts. In simulated decoding 0.995
-loses 4% with a slow drafter. 0.95 gains 11% if the text changes every 100 steps, but only because
-the simulation has no rarely used cells; several sources and real text have many."""
+"""Decay per draft: about 50 drafts count, because a cell gets a node only every few drafts. In
+simulated decoding 0.995 loses 4% with a slow drafter. 0.95 gains 11% if the text changes every 100
+steps, but only because the simulation has no rarely used cells; with several sources and real text
+there are many."""
 
 _PRIOR_NODES: Final = 3.0
-"""Three certain nodes in a row that fail halve the trust in a bin. With 10 a drafter that turns
-wrong is trusted too long, which costs up to 10% in simulated decoding; 1 gains up to 2% there, but
-lets a single failure halve the trust."""
+"""Prior weight, in nodes: three wrong nodes in a row that seemed certain halve the trust in a bin.
+With 10 a drafter that turns wrong is trusted too long, which costs up to 10% in simulated decoding.
+1 gains up to 2% there, but a single failure then halves the trust."""
 
 _SURPRISE_DECAY: Final = 0.8
 _MOST_SURPRISE: Final = 2.0
-"""Excess of hits over expectation, decaying by a fifth per step: three hits in a row of a drafter
-believed to be wrong. In simulated decoding 4 is never reached, which costs up to 1%, as does a
-decay of 0.6; 1 costs 1% if drafts are steady and gains up to 8% if a drafter switches between right
-and wrong."""
+"""Most hits above the expected number, which decays by a fifth per step: three hits in a row exceed
+it if the drafter was believed to be wrong. In simulated decoding 4 is never reached, which costs up
+to 1%, as does a decay of 0.6. 1 costs 1% with steady drafters and gains up to 8% if a drafter
+switches between right and wrong."""
 
 _KEPT_AFTER_SURPRISE: Final = 0.1
-"""What was learned before then keeps the weight of about five drafts. Keeping nothing, or half, is
-1 to 2% slower in simulated decoding with a drafter that switches between right and wrong."""
+"""Remaining weight of earlier drafts after such a surprise, that of about five drafts. With no
+remaining weight, or half, simulated decoding is 1 to 2% slower with a drafter that switches between
+right and wrong."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,8 +142,8 @@ class CorrectedDraft:
     """A draft and its corrected probabilities.
 
     Attributes:
-        tree: as drafted, N nodes.
-        probabilities: float64[N], descending and at most 1.
+        tree: the tree as drafted, N nodes.
+        probabilities: float64[N], the corrected probability of each node, descending and at most 1.
     """
 
     tree: DraftTree
@@ -148,10 +151,10 @@ class CorrectedDraft:
 
 
 class DraftCalibration:
-    """Calibrates the trees of a drafter by the passes that verify some of them.
+    """Calibrates a drafter's trees by the passes that verify some of their nodes.
 
-    If a drafter is suddenly right several times in a row, most of what was learned before is
-    forgotten.
+    If a drafter is suddenly right several times in a row, it forgets most of what it learned
+    before.
     """
 
     def __init__(self) -> None:
@@ -159,22 +162,22 @@ class DraftCalibration:
         self._surprise = 0.0
 
     def corrected(self, tree: DraftTree) -> CorrectedDraft:
-        """Correct a draft's probabilities."""
+        """Return a draft with corrected probabilities."""
         return CorrectedDraft(tree, self._calibration.corrected(tree.probabilities, tree.sources))
 
     def learn(
         self, draft: CorrectedDraft, num_verified: int, path: NDArray[np.int64], next_token: int
     ) -> bool:
-        """Learn from a draft, including the nodes that were not verified.
+        """Learn from a draft, including its unverified nodes.
 
-        Nodes beyond the verified ones are wrong unless they continue from the end of the path.
-        Those after `next_token` there have no known outcome yet and do not count.
+        Unverified nodes are wrong, except a node with `next_token` after the end of the path. The
+        outcome of nodes below that node is unknown, so they do not count.
 
         Args:
             draft: the corrected draft.
             num_verified: how many of the draft's first nodes were verified.
             path: int64[k], the accepted nodes, from a child of the root down.
-            next_token: the target's choice after them.
+            next_token: the target's token after the accepted nodes.
 
         Returns:
             Whether the first token of the draft was right.
@@ -191,7 +194,7 @@ class DraftCalibration:
         return is_hit
 
     def _notice(self, draft: CorrectedDraft, *, is_hit: bool) -> None:
-        """Fade what was learned when first tokens are right much more often than expected."""
+        """Forget most if drafts' first tokens are right much more often than expected."""
         likely = float(draft.probabilities[draft.tree.parents == ROOT].sum())
         self._surprise = _SURPRISE_DECAY * self._surprise + is_hit - min(likely, 1.0)
         if self._surprise > _MOST_SURPRISE:
@@ -202,7 +205,7 @@ class DraftCalibration:
 def _outcomes(
     tree: DraftTree, num_verified: int, path: NDArray[np.int64], next_token: int
 ) -> tuple[int, NDArray[np.int64]]:
-    """Return how many of the first nodes have a known outcome, and which were right."""
+    """Return how many of the tree's first nodes have a known outcome, and which were right."""
     tip = int(path[-1]) if len(path) else ROOT
     beyond = slice(num_verified, None)
     goes_on = (tree.parents[beyond] == tip) & (tree.token_ids[beyond] == next_token)

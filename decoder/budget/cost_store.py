@@ -1,4 +1,4 @@
-"""Storing what was measured about a model: the costs of its passes and what it verifies exactly."""
+"""Stores what was measured about a model: the costs of its passes, and what it verifies exactly."""
 
 import json
 import os
@@ -30,7 +30,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 
 def cpu_name() -> str:
-    """Return the system's name for the processor; empty if it has none."""
+    """Return the system's name for the processor; empty if there is none."""
     with suppress(OSError):
         for line in _CPU_INFO.read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -46,7 +46,7 @@ def device_name(device: torch.device) -> str:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return the machine as plain values."""
+    """Describe the machine in plain values."""
     return {
         "architecture": platform.machine(),
         "cpu": cpu_name(),
@@ -70,14 +70,14 @@ _UNSPECIFIC: Final = ("_name_or_path", "name_or_path", "transformers_version")
 _Kept = TypeVar("_Kept")
 
 Key = dict[str, Any]
-"""Everything that a figure or verdict depends on, as JSON values."""
+"""Everything on which stored costs or verdicts depend, as JSON values."""
 
 
 def store_at(stated: str | None) -> "CostStore | None":
-    """Return the store in a directory; `None` for "none".
+    """Return the store in a directory; `None` if `stated` is "none".
 
     Args:
-        stated: the directory; `None` for that in `FOREDRAFT_CACHE`, or else the user's cache
+        stated: the directory; `None` for the directory in `FOREDRAFT_CACHE`, else the user's cache
             directory.
     """
     stated = stated or os.environ.get(CACHE_VARIABLE)
@@ -87,15 +87,15 @@ def store_at(stated: str | None) -> "CostStore | None":
 
 
 def key_of(model: PreTrainedModel) -> Key:
-    """Return what the costs of a model's passes depend on.
+    """Return everything on which the costs of a model's passes depend.
 
-    This includes the types of its modules, which may have been replaced by faster ones.
+    This includes the types of the model's modules, because faster modules may have replaced them.
     """
     return {**_computed(model), "machine": describe_machine()}
 
 
 def _computed(model: PreTrainedModel) -> Key:
-    """Return what the results of a model's passes depend on, apart from its weights."""
+    """Return everything but the weights on which the results of a model's passes depend."""
     config = {k: v for k, v in model.config.to_dict().items() if k not in _UNSPECIFIC}
     stated = json.dumps(config, sort_keys=True, default=str).encode()
     return {
@@ -118,7 +118,7 @@ def _modules(model: PreTrainedModel) -> str:
 
 
 def _division(model: PreTrainedModel) -> Key:
-    """Return the number of processes or the devices that a model is divided over, if any."""
+    """Return the number of processes and the devices over which a model is divided, if any."""
     devices = sorted({str(weight.device) for weight in parameters_of(model)})
     stated = {"processes": model.tp_size, "devices": devices if len(devices) > 1 else None}
     return {name: value for name, value in stated.items() if value is not None}
@@ -126,12 +126,12 @@ def _division(model: PreTrainedModel) -> Key:
 
 @dataclass(frozen=True, slots=True)
 class CostStore:
-    """A directory with a small JSON file for each key; it also stores verdicts (`Verdicts`).
+    """A directory with a small JSON file for each key; also stores verdicts (see `Verdicts`).
 
-    A file that cannot be read or written is logged and only costs a new measurement or check.
+    If a file cannot be read or written, that is logged, and the costs or verdict are found anew.
 
     Attributes:
-        directory: folder of the files; it is created with the first file.
+        directory: folder of the files, created with the first file.
     """
 
     directory: Path
@@ -150,17 +150,17 @@ class CostStore:
         self._save(_COST, key, content)
 
     def verdict_on(self, model: PreTrainedModel) -> ModelVerdict | None:
-        """Return what models of this architecture, dtype and versions verify, if it is stored.
+        """Return the stored verdict on models of this architecture, dtype and versions, if any.
 
-        Keys do not cover foreign code: for a model with foreign hooks or modules, the verdict lasts
-        only as long as the model object.
+        Keys do not cover foreign code: for a model with foreign hooks or modules, a verdict is
+        valid only as long as the model object exists.
         """
         if has_code_of_others(model):
             return FOUND_HERE.verdict_on(model)
         return self._loaded(_CHECK, _computed(model), _verdict)
 
     def keep_verdict(self, model: PreTrainedModel, verdict: ModelVerdict) -> None:
-        """Store what models like this one verify; the file is written atomically."""
+        """Store the verdict on models like this one; the file is written atomically."""
         if has_code_of_others(model):
             FOUND_HERE.keep_verdict(model, verdict)
             return
@@ -184,7 +184,7 @@ class CostStore:
             self.directory.mkdir(parents=True, exist_ok=True)
             _replace(self._path(kind, key), text)
         except OSError as error:
-            _log.warning("measured %ss cannot be kept: %s", kind, error)
+            _log.warning("measured %ss cannot be stored: %s", kind, error)
 
     def _path(self, kind: str, key: Key) -> Path:
         digest = sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
@@ -198,17 +198,17 @@ def known_costs(
     measure: Callable[[Target], CostSurface] = measure_costs,
     holds: Callable[[Target, CostSurface], bool] = still_holds,
 ) -> CostSurface:
-    """Return the costs of a target's passes: the stored ones if they still hold, else measured.
+    """Return the costs of a target's passes: stored costs if they still hold, else measured costs.
 
-    Logs a warning before measuring, so that a user who waits those seconds sees why, even if the
-    program has not set up logging.
+    Logs a warning before measuring, so that a waiting user sees the reason even if the program has
+    not set up logging.
 
     Args:
         target: the target to measure; a sequence in progress is lost.
         model: the target's model.
-        store: where costs are stored; `None` to always measure.
-        measure: measures the costs.
-        holds: returns whether stored costs are still valid.
+        store: the store of costs; `None` to always measure.
+        measure: function that measures the costs.
+        holds: function that returns whether stored costs are still valid.
     """
     return decided(target, lambda: _found_costs(target, model, store, measure, holds))
 
@@ -222,14 +222,14 @@ def _found_costs(
 ) -> CostSurface:
     """Return the costs of a target's passes; see `known_costs`."""
     if store is None:
-        _log.warning("measuring what passes cost: some seconds")
+        _log.warning("measuring what passes cost: a few seconds")
         return measure(target)
     key = key_of(model) | {"packed": target.packs_weights, "padded": target.pads_passes}
     surface = store.load(key)
     if surface is not None and holds(target, surface):
         return surface
     why = (
-        "once on this machine: some seconds"
+        "once on this machine: a few seconds"
         if surface is None
         else "again: passes are slower or faster now, as the machine is busier or quieter"
     )
@@ -255,7 +255,7 @@ def _checked_content(content: dict[str, Any], key: Key) -> dict[str, Any]:
     """Return the content of a file after checking its format and key.
 
     Raises:
-        ValueError, KeyError or TypeError: the content is for another key or not of this format.
+        ValueError, KeyError or TypeError: the content is for another key or in another format.
     """
     if content["format"] != _FORMAT or content["key"] != json.loads(json.dumps(key)):
         raise ValueError("written for another key or format")
@@ -263,7 +263,7 @@ def _checked_content(content: dict[str, Any], key: Key) -> dict[str, Any]:
 
 
 def _surface(content: dict[str, Any]) -> CostSurface:
-    """Return a checked surface; see `checked_surface` for the errors."""
+    """Return checked costs; see `checked_surface` for the errors."""
     return checked_surface(content["contexts"], content["widths"], content["seconds"])
 
 
@@ -271,7 +271,7 @@ def _verdict(content: dict[str, Any]) -> ModelVerdict:
     """Return a verdict.
 
     Raises:
-        KeyError: it does not name a capability.
+        KeyError: the content does not name a capability.
     """
     found = content["capability"]
     return ModelVerdict(None if found is None else Capability[found], str(content["reason"]))

@@ -1,6 +1,6 @@
-"""The costs of passes by width and context, and the overhead of steps beyond their passes.
+"""The costs of passes by width and context, and the overhead of decoding steps.
 
-Costs are measured once, or learned from passes as they run, and then adapted.
+Costs are measured once, or learned while passes run, and then adapted.
 """
 
 import math
@@ -18,43 +18,43 @@ from numpy.typing import NDArray
 from decoder.budget.payoff import FadingRatio, RecentMedian
 
 # Errors below are mean absolute errors of logarithms, for simulated passes whose time varies by 8%.
-# Every 33rd takes thirty times as long, the load doubles or halves every 200 steps, and some widths
-# are 1.4 times as expensive as measured. The chosen values give 0.085 for the load, 0.025 for the
-# shape.
+# Every 33rd pass takes thirty times as long, the load doubles or halves every 200 steps, and some
+# widths are 1.4 times as expensive as measured. The chosen values give errors of 0.085 for the load
+# and 0.025 for the shape, that is, the relative cost of widths.
 
 _LOAD_RATE: Final = 0.1
-"""Share of an error of the load that one pass corrects: a memory of about ten passes. With 0.03 the
-error of the load is 0.17; with 0.3 it is 0.07, but then the whole table moves with the noise of
-every pass."""
+"""Share of an error of the load that one pass corrects, so that about ten passes count. With 0.03
+the error of the load is 0.17; with 0.3 it is 0.07, but then the noise of every pass moves the whole
+table."""
 
 _SHAPE_RATE: Final = 0.05
-"""Share of a contrast between two widths that is attributed to each. With 0.01 the error of the
-shape is 0.08, because it is learned too late; with 0.2 it is 0.045, because of noise."""
+"""Share of the error in comparing two widths by which each width is corrected. With 0.01 the error
+of the shape is 0.08, because corrections come too late; with 0.2 it is 0.045, because of noise."""
 
 _MOST_SURPRISE: Final = 0.3
 """Clipping limit for errors of the load, as logarithms: three times the usual variation of passes.
-With 0.1 a change of load is followed late (an error of 0.15), and without clipping pauses count
-(0.14)."""
+With 0.1 a change of load is noticed late (an error of 0.15); without clipping, machine pauses count
+in full (0.14)."""
 
 _MOST_CONTRAST: Final = 0.15
-"""Clipping limit for contrasts of widths, which are small because successive passes share their
-load. With 0.05 the error of the shape is 0.04, without clipping 0.12."""
+"""Clipping limit for differences between widths, which are small because successive passes have the
+same load. With 0.05 the error of the shape is 0.04, without clipping 0.12."""
 
 _FADING: Final = 0.999
-"""What was learned about widths halves in 700 contrasts, so a width that seemed expensive is tried
-again within a long answer. Without fading the error is the same, with 0.99 it is 0.09."""
+"""Corrections of widths halve within 700 comparisons, so a width that seemed expensive is tried
+again within a long answer. Without fading the error is the same; with 0.99 it is 0.09."""
 
 _MOST_SHAPE: Final = math.log(4)
-"""No width counts as more than four times as expensive or as cheap as measured; normal runs stay
-far from this bound."""
+"""No width counts as more than four times as expensive, or as cheap, as measured; normal runs stay
+far below this factor."""
 
 _FRESH_PASSES: Final = 16
-"""Passes that a table serves: building one takes as long as the rest of a step's decisions, tens of
-microseconds. With 1 the error of the load is 0.06, with 64 it is 0.15."""
+"""Number of passes for which a table is used: building it takes tens of microseconds, as long as
+the rest of a step's decisions. With 1 the error of the load is 0.06; with 64 it is 0.15."""
 
 _CONTEXT_GRAIN: Final = 64
 """Tokens by which a context grows before its table is rebuilt. Even if each token of context adds a
-microsecond to a pass of milliseconds, 64 change a table by less than passes vary."""
+microsecond to a pass of milliseconds, 64 tokens change a table less than passes vary."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class CostSurface:
     """The costs of passes at several widths and contexts.
 
     Attributes:
-        contexts: tokens in the cache before a pass, ascending.
-        widths: tokens in a pass, ascending from 1.
-        seconds: duration of a pass, a row for each context, a column for each width.
+        contexts: numbers of tokens in the cache before a pass, ascending.
+        widths: numbers of tokens in a pass, ascending from 1.
+        seconds: durations of passes, a row for each context and a column for each width.
     """
 
     contexts: tuple[int, ...]
@@ -77,11 +77,12 @@ class CostSurface:
         return cls((0,), tuple(widths), (tuple(seconds),))
 
     def table(self, context: int) -> NDArray[np.float64]:
-        """Return float64[W], the seconds of a pass of 1, 2, ..., W tokens, W the largest width.
+        """Return float64[W], the seconds of passes of 1, 2, ..., W tokens, up to the largest width.
 
-        Linear between measured points, and extrapolated beyond the longest context from the last
-        two, because attention has a fixed cost per token. Never decreasing with width or context:
-        if a pass was measured slower than a larger one, the larger one counts as equally slow.
+        Costs are interpolated linearly between measured points. Beyond the longest context they are
+        extrapolated from the last two, because attention has a fixed cost per token. Costs never
+        decrease with width or context: if a pass was slower than a larger pass, the larger pass
+        counts as equally slow.
         """
         low, high, share = self._between(context)
         table: NDArray[np.float64] = self._rows[low] + share * (self._rows[high] - self._rows[low])
@@ -109,19 +110,19 @@ class CostSurface:
 
     @cached_property
     def _lists(self) -> list[list[float]]:
-        rows: list[list[float]] = self._rows.tolist()  # for fast access to single elements
+        rows: list[list[float]] = self._rows.tolist()  # single elements are read faster
         return rows
 
 
 def checked_surface(
     contexts: Sequence[Any], widths: Sequence[Any], seconds: Sequence[Sequence[Any]]
 ) -> CostSurface:
-    """Return a surface from values that were read from a file.
+    """Check values that were read from a file, and return them as a surface.
 
     Args:
-        contexts: tokens before a pass, ascending.
-        widths: tokens in a pass, ascending from 1.
-        seconds: seconds of a pass, a row for each context, a column for each width.
+        contexts: numbers of tokens before a pass, ascending.
+        widths: numbers of tokens in a pass, ascending from 1.
+        seconds: seconds of passes, a row for each context and a column for each width.
 
     Raises:
         ValueError or TypeError: the values are not a valid surface.
@@ -137,13 +138,13 @@ def checked_surface(
 
 
 class AdaptiveCosts:
-    """A surface that adapts to the actual durations of passes.
+    """A cost surface that adapts to the actual durations of passes.
 
     Two things may differ from the measurement: the load of the machine, which slows passes of every
-    width equally, and the relative cost of some widths. Only successive passes can tell widths
-    apart, because they share the machine's load. Errors are logarithmic and clipped (Huber, 1964,
-    doi:10.1214/aoms/1177703732), so one slow pass has little influence. What was learned about
-    widths fades, so that an expensive width is tried again.
+    width equally, and the relative cost of some widths. Widths can be compared only by successive
+    passes, because these have the same load. Errors are logarithmic and clipped (Huber, 1964,
+    doi:10.1214/aoms/1177703732), so one slow pass has little influence. Corrections of widths fade,
+    so that an expensive width is tried again.
 
     Args:
         surface: the measured costs.
@@ -165,11 +166,11 @@ class AdaptiveCosts:
 
     @property
     def load(self) -> float:
-        """Ratio of current to measured durations, common to all widths."""
+        """Ratio of current to measured durations, the same for all widths."""
         return math.exp(self._load)
 
     def table(self, context: int) -> NDArray[np.float64]:
-        """Return float64[W], ascending seconds of a pass of 1, 2, ..., W tokens after a context."""
+        """Return float64[W], the ascending seconds of passes of 1, 2, ..., W tokens."""
         moved = abs(context - self._context) >= _CONTEXT_GRAIN
         if moved:
             self._context = context
@@ -182,9 +183,9 @@ class AdaptiveCosts:
         return self._table
 
     def table_to(self, width: int, context: int) -> NDArray[np.float64]:
-        """Return float64[width], the seconds as in `table`.
+        """Return float64[width], seconds as in `table`, but also for wider passes.
 
-        Beyond the widest measured pass, costs rise with the slope of the upper half of widths.
+        Beyond the widest measured pass, costs rise with the slope of the upper half of the widths.
         """
         table = self.table(context)
         widest = len(table)
@@ -195,7 +196,7 @@ class AdaptiveCosts:
         return np.concatenate([table, beyond])
 
     def learn(self, width: int, context: int, seconds: float) -> None:
-        """Learn the duration of a pass; a pass wider than the surface is ignored."""
+        """Learn from the duration of a pass; passes wider than the surface are ignored."""
         if seconds <= 0 or width > len(self._places):
             return
         self.table(context)
@@ -237,26 +238,28 @@ def _clipped(error: float, most: float) -> float:
 
 
 _RECENT_STEPS: Final = 9
-"""Plain steps for the median of their overhead: up to four pauses of the machine change nothing."""
+"""Number of plain steps that the median of their overhead covers: up to four machine pauses do not
+change the median."""
 
 _ENOUGH_PLAIN: Final = 3
-"""Plain steps before the overhead of plain steps counts as known."""
+"""Number of plain steps after which their overhead counts as known."""
 
 _NODES_DECAY: Final = 0.9
-"""The overhead per node averages over about ten steps with drafts, weighted by their nodes."""
+"""Decay of the overhead per node: it averages over about ten steps with drafts, weighted by
+nodes."""
 
 _MOST_EXCESS: Final = 1.0
-"""Clipping limit for that overhead, relative to the predicted cost of the step's pass, against
-pauses of the machine."""
+"""Clipping limit for the overhead per step, relative to the predicted cost of the step's pass, so
+that machine pauses count little."""
 
 
 class StepOverhead:
-    """The time of steps beyond the predicted costs of their passes, for plain steps and per node.
+    """The time that steps take beyond their passes' predicted costs, for plain steps and per node.
 
-    Costs are those of passes over one sequence. A step also accepts paths, moves kept rows, and
-    lets the drafter learn, separately for each sequence; on a fast device that may take longer than
-    the nodes in its pass. Only plain steps show what drafts add to a step, so nothing is known
-    before three of them. All overheads scale with the machine's load.
+    Costs are measured on passes over one sequence. For each sequence, a step also accepts a path,
+    moves accepted rows in the cache, and lets the drafter learn. On a fast device that may take
+    longer than the nodes add to the pass. Only plain steps show how much time drafts add, so the
+    overhead is unknown before three plain steps. All overheads scale with the machine's load.
     """
 
     def __init__(self) -> None:
@@ -266,7 +269,7 @@ class StepOverhead:
 
     @property
     def is_known(self) -> bool:
-        """Whether enough plain steps were seen."""
+        """Whether enough plain steps were timed."""
         return self._num_plain >= _ENOUGH_PLAIN
 
     @property
@@ -276,16 +279,16 @@ class StepOverhead:
 
     @property
     def node_s(self) -> float:
-        """Seconds that each node adds beyond its cost in the pass, at load 1."""
+        """Seconds that each node adds to a step, beyond its cost in the pass, at load 1."""
         return max(self._node_s.value(), 0.0)
 
     def learn(self, num_nodes: int, pass_s: float, step_s: float, load: float) -> None:
         """Learn from a step.
 
         Args:
-            num_nodes: nodes that it verified, over all trees.
-            pass_s: predicted seconds of its pass.
-            step_s: its actual seconds, without drafting.
+            num_nodes: number of nodes that the step verified, over all trees.
+            pass_s: predicted seconds of the step's pass.
+            step_s: actual seconds of the step, without drafting.
             load: ratio of current to measured durations.
         """
         if num_nodes == 0:
@@ -297,28 +300,28 @@ class StepOverhead:
 
 
 _ENOUGH: Final = 3
-"""Passes of a width before it counts as known: the median of three ignores one slow pass, and the
-first of a shape often is slow."""
+"""Number of passes after which a width's cost counts as known: the median of three ignores one slow
+pass, and the first pass of a shape is often slow."""
 
 _STALE_PASSES: Final = 4096
-"""Passes after which a width that was not seen counts as unknown and is tried three times again:
-under a thousandth of all passes."""
+"""Number of passes after which an unused width counts as unknown again. It is then tried three
+times, in less than a thousandth of all passes."""
 
 _FINE: Final = 8
-"""Widths up to here are tracked one by one, wider ones in steps of a quarter. Costs jump when
-kernels change, mostly at powers of two, and a quarter is finer than that."""
+"""Largest width up to which each width is tracked; tracked widths beyond it grow by a quarter.
+Costs jump when kernels change, mostly at powers of two, and a quarter is finer than that."""
 
 
 class ObservedCosts(AdaptiveCosts):
-    """Costs of passes learned as passes run, for use when no pass can be run just for timing.
+    """Costs that are learned while passes run, for targets whose passes cannot be timed in advance.
 
     A width is known after three passes of about that width. Costs are linear between known widths,
-    and extrapolated beyond the widest from the last two. Widths below all known ones count as
-    proportionally cheaper, and widths above the only known one as no more expensive, so both are
-    soon tried and known. From then on a width is adapted as in `AdaptiveCosts`.
+    and extrapolated beyond the widest from the last two. Widths below all known widths count as
+    proportionally cheaper. Widths above the only known width count as no more expensive. So both
+    are soon tried and known. From then on a width's cost adapts as in `AdaptiveCosts`.
 
     Args:
-        max_width: most tokens of a pass, over all its sequences.
+        max_width: most tokens of a pass, over all sequences.
     """
 
     def __init__(self, max_width: int) -> None:
@@ -330,7 +333,7 @@ class ObservedCosts(AdaptiveCosts):
         self._num_passes = 0
 
     def learn(self, width: int, context: int, seconds: float) -> None:
-        """Learn the duration of a pass; a pass wider than `max_width` is ignored."""
+        """Learn from the duration of a pass; passes wider than `max_width` are ignored."""
         if seconds <= 0 or width > self._knots[-1]:
             return
         self._num_passes += 1
@@ -355,7 +358,7 @@ class ObservedCosts(AdaptiveCosts):
             self._rebuild()
 
     def _rebuild(self) -> None:
-        """Rebuild the surface from what is known."""
+        """Rebuild the surface from the known widths."""
         known = [at for at, samples in enumerate(self._samples) if len(samples) == _ENOUGH]
         seconds = [statistics.median(self._samples[at]) for at in known]
         widths = self._knots[known]
@@ -370,11 +373,11 @@ class ObservedCosts(AdaptiveCosts):
             shape if len(samples) == _ENOUGH else 0.0
             for shape, samples in zip(self._shape, self._samples, strict=True)
         ]
-        self._context = -_CONTEXT_GRAIN  # the table is rebuilt
+        self._context = -_CONTEXT_GRAIN  # so that the table is rebuilt
 
 
 def _observed_widths(max_width: int) -> list[int]:
-    """Return the widths that are tracked, ascending from 1 to the largest."""
+    """Return the tracked widths, ascending from 1 to `max_width`."""
     widths = list(range(1, min(_FINE, max_width) + 1))
     while widths[-1] < max_width:
         widths.append(min(widths[-1] + widths[-1] // 4, max_width))

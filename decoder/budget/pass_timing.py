@@ -1,4 +1,4 @@
-"""Timing passes of a target, once for each machine and model, and checking stored costs."""
+"""Times passes of a target, once for each machine and model, and checks stored costs."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,45 +13,49 @@ from decoder.sampling.walk import follow
 from retriever.tree import ROOT, DraftTree, Source
 
 DEFAULT_WIDTHS: Final = (1, 2, 4, 8, 16, 32, 64)
-"""Tokens in a pass. Costs jump when matrix products change their kernels, mostly at powers of two.
-64 nodes yield 12% more tokens than 32 on chats, and 128 would yield a smaller gain still."""
+"""Numbers of tokens in the timed passes. Costs jump when matrix products change their kernels,
+mostly at powers of two. On chats, 64 nodes yield 12% more tokens than 32; 128 nodes would gain even
+less."""
 
 DEFAULT_CONTEXTS: Final = (64, 512, 2048)
-"""Tokens before a pass: short, usual, and long enough for attention to show. Costs are linear in
-the context, so three points suffice; beyond the last they are extrapolated."""
+"""Numbers of tokens before the timed passes: short, usual, and long enough for attention to take
+noticeable time. Costs are linear in the context, so three points are enough; beyond the last point
+they are extrapolated."""
 
 DEFAULT_SECONDS: Final = 3.0
-"""Time that measuring may add to a start, once for each machine and model. At 35 ms a pass, 21
-kinds of passes run four times in it."""
+"""Seconds that measuring may add to a start, once for each machine and model. At 35 ms per pass,
+each of 21 kinds of passes can run four times."""
 
 _ENOUGH_ROUNDS: Final = 4
-"""Least passes of a kind before its two shortest are compared: the first warms caches, and of three
-more two are rarely disturbed."""
+"""Fewest passes of a kind before the two shortest are compared: the first pass warms caches, and of
+the three others at least two are usually undisturbed."""
 
 _MOST_ROUNDS: Final = 12
-"""On a machine that is never idle the two shortest may never agree: twelve passes must suffice."""
+"""Most passes of a kind: on a machine that is never idle, the two shortest may never agree."""
 
 _AGREEMENT: Final = 1.08
-"""Most that the second-shortest pass may exceed the shortest, as a ratio. Undisturbed passes differ
-by a few percent, and 8% of a cost moves a cut by about one node, where gains are flat."""
+"""Largest allowed ratio of the second-shortest pass to the shortest. Undisturbed passes differ by a
+few percent, and an error of 8% changes the verified tree by about one node, which hardly
+matters."""
 
 _CHECKED_WIDTH: Final = 8
-"""Width that is timed again before stored costs are used: a usual cut, which takes hardly longer
+"""Width that is timed again before stored costs are used: a usual width, which takes hardly longer
 than a plain pass."""
 
 _CHECKS: Final = 5
-"""Passes of which the shortest counts: five passes of 20 ms take a tenth of a second."""
+"""Number of passes per check, of which the shortest counts: five passes of 20 ms take a tenth of a
+second."""
 
 _STILL_HOLDS: Final = 1.3
-"""Factor by which a pass may be faster or slower than stored on an idle machine: another version or
-setting differs by more. `AdaptiveCosts` corrects differences within it."""
+"""Factor by which passes on an idle machine may be faster or slower than stored: another version or
+setting changes costs by more. `AdaptiveCosts` corrects smaller differences."""
 
 Samples = dict[tuple[int, int], list[float]]
-"""(context, width) to the seconds of the passes timed so far."""
+"""Maps (context, width) to the seconds of the passes timed so far."""
 
 
 def time_pass(target: Target, tree: DraftTree) -> float:
-    """Return the seconds until the choices of one pass are known to the host."""
+    """Run one pass; return the seconds until the host knows the chosen tokens."""
     target.rewind()
     start = time.perf_counter()
     logits = target.verify(0, tree)
@@ -66,29 +70,32 @@ def measure_costs(
     max_seconds: float = DEFAULT_SECONDS,
     timed: Callable[[Target, DraftTree], float] = time_pass,
 ) -> CostSurface:
-    """Time passes of several widths and contexts in turn and take the shortest of each kind.
+    """Time passes of several widths and contexts alternately, and use the shortest of each kind.
 
-    Other load on the machine only ever makes a pass longer. Rounds are repeated, at most twelve
-    times, until the two shortest passes of every kind agree, so that a busy moment is not taken for
-    a cost. Contexts are faked in the cache instead of read. A sequence in progress is lost; the
-    target is left without one.
+    Other load on the machine can only make a pass longer. Rounds are repeated, at most twelve
+    times, until the two shortest passes of every kind agree, so that a busy moment does not count
+    as a cost. Contexts are faked in the cache instead of read. A sequence in progress is lost, and
+    the target holds none afterwards.
 
-    If passes are padded, each width is measured together with the next one, where costs jump, and
-    work that is done once for each shape is done first.
+    If passes are padded, the width after each given width is measured too, because costs jump
+    there. Every pass then runs once before it is timed, because its first run also prepares its
+    shape.
 
     Args:
-        target: the model to measure.
+        target: the target whose passes are timed.
         widths: tokens in a pass, ascending from 1.
-        contexts: tokens before it, ascending; those beyond the model's limit are shortened.
-        max_seconds: no pass starts after this, except two passes of each of the two narrowest
-            widths at the first context. Kinds that were not reached are left out of the surface.
-        timed: times a pass, in seconds.
+        contexts: numbers of tokens before a pass, ascending; longer ones are cut to the model's
+            limit.
+        max_seconds: after this many seconds no pass starts, except two passes of each of the two
+            narrowest widths at the first context. Kinds that were not timed are left out of the
+            surface.
+        timed: function that runs a pass and returns its seconds.
     """
     return decided(target, lambda: _measured(target, widths, contexts, max_seconds, timed))
 
 
 def decided(target: Target, find: Callable[[], CostSurface]) -> CostSurface:
-    """Return the result of `find`, run by the first of the processes that share the model."""
+    """Return the result of `find`; if processes share the model, only the first runs it."""
     return find() if target.ranks is None else target.ranks.decided(find, target)
 
 
@@ -130,12 +137,12 @@ def still_holds(
     surface: CostSurface,
     timed: Callable[[Target, DraftTree], float] = time_pass,
 ) -> bool:
-    """Return whether passes match a surface, or are all slowed by a busy machine.
+    """Return whether passes match a surface, or a busy machine slows all of them.
 
-    A plain pass and one of a usual width are timed in turn. If either is more than 30% faster than
-    stored, or only one is slower, the costs were measured under other conditions. If both are
-    slower, the machine is busy: `AdaptiveCosts` follows that, and measuring now would give a worse
-    table.
+    A plain pass and a pass of a usual width are timed alternately. If either is more than 30%
+    faster than stored, or only one is slower, the costs were measured under other conditions. If
+    both are slower, the machine is busy: `AdaptiveCosts` corrects that, and measuring now would
+    give a worse table.
 
     A sequence in progress is lost; the target is left without one.
     """
@@ -158,14 +165,14 @@ def _run_once(
     trees: dict[tuple[int, int], DraftTree],
     timed: Callable[[Target, DraftTree], float],
 ) -> None:
-    """Run every pass once, the longest contexts first: the memory allocated for them is reused."""
+    """Run every pass once, the longest contexts first, so that their memory is reused."""
     for context, width in sorted(trees, reverse=True):
         target.pretend(context)
         timed(target, trees[context, width])
 
 
 def _rounds(samples: Samples) -> Iterator[tuple[int, int]]:
-    """Cycle through all kinds of passes until their two shortest agree."""
+    """Cycle through all kinds of passes until the two shortest of each kind agree."""
     for _ in range(_MOST_ROUNDS):
         yield from samples
         if all(map(_agree, samples.values())):
@@ -173,7 +180,7 @@ def _rounds(samples: Samples) -> Iterator[tuple[int, int]]:
 
 
 def _agree(taken: list[float]) -> bool:
-    """Return whether there are enough samples and the two shortest differ by little."""
+    """Return whether there are enough samples and the two shortest hardly differ."""
     if len(taken) < _ENOUGH_ROUNDS:
         return False
     least, second = sorted(taken)[:2]
@@ -181,7 +188,7 @@ def _agree(taken: list[float]) -> bool:
 
 
 def _surface(samples: Samples) -> CostSurface:
-    """Return a surface of the first context's timed widths and the contexts that have them all."""
+    """Return a surface of the widths timed at the first context, and the contexts that have all."""
     contexts = list(dict.fromkeys(context for context, _ in samples))
     timed = {point: min(taken) for point, taken in samples.items() if taken}
     widths = tuple(width for context, width in timed if context == contexts[0])
@@ -191,7 +198,7 @@ def _surface(samples: Samples) -> CostSurface:
 
 
 def _fitting(contexts: Sequence[int], target: Target) -> list[int]:
-    """Return contexts that leave room for a pass, ascending; only one if reading them is slow."""
+    """Return ascending contexts that leave room for a pass; only one if reading them is slow."""
     if target.capability is not Capability.TREES:
         contexts = contexts[:1]
     room = contexts[-1] if target.max_length is None else target.max_length - 2
@@ -201,8 +208,8 @@ def _fitting(contexts: Sequence[int], target: Target) -> list[int]:
 def _trial(num_nodes: int, context: int, target: Target) -> DraftTree:
     """Return a tree to time; a pass costs the same for every tree shape.
 
-    A chain, which every target can verify, or all siblings if a chain would exceed the model's
-    limit.
+    The tree is a chain, which every target can verify. If a chain would exceed the model's length
+    limit, all nodes are siblings.
     """
     fits = target.max_length is None or context + num_nodes < target.max_length
     nodes = np.arange(num_nodes, dtype=np.int32)

@@ -1,25 +1,25 @@
-"""Decides whether a drafter pays: its recent gain against its time, and when to retry it."""
+"""Decides whether a drafter pays off, from its recent gain and its time, and when to retry it."""
 
 import statistics
 from collections import deque
 from typing import Final
 
 _LEVEL: Final = 0.25
-"""Weight of the prior of zero slope, in squared distance from the mean."""
+"""Weight of the prior of zero slope, as a squared distance from the mean."""
 
 
 class FadingRatio:
     """A ratio of two sums with exponentially decaying weights.
 
-    Unlike an exponential moving average with an initial value, it is at first the plain ratio of
-    all values, and later that of about the latest 1 / (1 - decay).
+    At first it is the plain ratio of all values, unlike an exponential moving average with an
+    initial value. Later it is the ratio of about the latest 1 / (1 - decay) values.
 
     Args:
-        decay: factor on earlier values with each new one, between 0 and 1.
+        decay: each new value multiplies the weight of earlier values by this factor, from 0 to 1.
 
     Attributes:
-        numerator: decaying sum of the values above.
-        denominator: decaying sum of the values below.
+        numerator: decaying sum of the added numerators.
+        denominator: decaying sum of the added denominators.
     """
 
     def __init__(self, decay: float) -> None:
@@ -28,7 +28,7 @@ class FadingRatio:
         self.denominator = 0.0
 
     def add(self, above: float, below: float = 1.0) -> None:
-        """Add a numerator and a denominator; with the default 1 the ratio is a mean."""
+        """Add a numerator and a denominator; with the default 1.0 the ratio is a mean."""
         self.numerator = self._decay * self.numerator + above
         self.denominator = self._decay * self.denominator + below
 
@@ -38,21 +38,21 @@ class FadingRatio:
 
 
 class FadingLine:
-    """A line fitted to points between 0 and 1 with decaying weights.
+    """A line fitted to points with x from 0 to 1 and decaying weights.
 
     The prior is a set of points spread evenly along a guessed line. A few points say little about
-    the slope, so a zero slope is added as a prior with the weight of one point at distance 0.5 from
-    the mean.
+    the slope, so there is also a prior of zero slope, with the weight of one point at distance 0.5
+    from the mean.
 
     Args:
-        decay: factor on the weight of points at each `fade`, between 0 and 1.
-        known: weight of the guess, in points.
-        at_0: guessed value at 0.
-        at_1: guessed value at 1.
+        decay: each `fade` multiplies the weights of all points by this factor, from 0 to 1.
+        known: weight of the guessed line, in points.
+        at_0: guessed value at x = 0.
+        at_1: guessed value at x = 1.
     """
 
     def __init__(self, decay: float, known: float, *, at_0: float, at_1: float) -> None:
-        slope, mean, square = at_1 - at_0, 1 / 2, 1 / 3  # moments of numbers between 0 and 1
+        slope, mean, square = at_1 - at_0, 1 / 2, 1 / 3  # moments of uniform x
         self._decay = decay
         self._count = known
         self._x, self._xx = known * mean, known * square
@@ -76,7 +76,7 @@ class FadingLine:
         self._xy += x * y
 
     def at(self, x: float) -> float:
-        """Return the line's value."""
+        """Return the line's value at `x`."""
         mean_x, mean_y = self._x / self._count, self._y / self._count
         variance = self._xx / self._count - mean_x**2 + _LEVEL / self._count
         slope = (self._xy / self._count - mean_x * mean_y) / variance
@@ -84,10 +84,10 @@ class FadingLine:
 
 
 class RecentMedian:
-    """The median of the latest values: outliers among less than half of them do not matter.
+    """The median of the latest values: outliers do not matter if they are less than half.
 
     Args:
-        count: how many values are kept; a lasting change shows after half as many.
+        count: number of latest values that count; a lasting change shows after half as many.
     """
 
     def __init__(self, count: int) -> None:
@@ -103,18 +103,18 @@ class RecentMedian:
 
 
 class Payoff:
-    """Learns the gain of asking for something and decides whether to ask again.
+    """Learns how much requests gain, and decides whether to make the next request.
 
-    Asking continues while the mean gain is worth its time. After that there is a pause of some
-    steps, then one trial; each time that it still does not pay, the pause doubles. The first step
-    at which it pays again ends the pauses.
+    Requests continue while the mean gain exceeds their time. Otherwise there is a pause, then one
+    trial. Each time that a trial does not pay off, the pause doubles. The first trial that pays off
+    again ends the pauses.
 
-    Gains are in a unit of the caller's choice, such as seconds or tokens. Its worth in seconds is
-    passed with each decision, because the pace of decoding may change while nothing is learned.
+    Gains are in a unit of the caller's choice, such as seconds or tokens. Each decision is given
+    the unit's current value in seconds, because the pace of decoding may change during a pause.
 
     Args:
-        decay: decay of the mean gain per answer.
-        latest_counts: whether the last answer alone can show that asking pays.
+        decay: each new gain multiplies the weight of earlier gains by this factor.
+        latest_counts: whether the last gain alone can show that requests pay off.
     """
 
     def __init__(self, decay: float, *, latest_counts: bool = False) -> None:
@@ -127,32 +127,32 @@ class Payoff:
 
     @property
     def gain(self) -> float:
-        """Mean gain of recent answers; 0 before the first."""
+        """Mean gain of recent requests; 0 before the first request."""
         return self._gains.value()
 
     def learn(self, gain: float) -> None:
-        """Learn the gain of an answer."""
+        """Learn the gain of a request."""
         self._is_untried = False
         self._latest = gain
         self._gains.add(gain)
 
     def pays(self, unit_s: float, cost_s: float) -> bool:
-        """Return whether asking gains more than it costs, as far as is known.
+        """Return whether a request is expected to gain more than it costs.
 
         Args:
-            unit_s: seconds that a unit of gain is worth now.
-            cost_s: seconds that an answer takes.
+            unit_s: seconds that one unit of gain saves at the current pace.
+            cost_s: seconds that a request takes.
         """
         gain = max(self.gain, self._latest) if self._latest_counts else self.gain
         return self._is_untried or gain * unit_s >= cost_s
 
     def is_due(self, unit_s: float, cost_s: float, longest_pause: int) -> bool:
-        """Return whether to ask in this step; call it once per step.
+        """Return whether to make a request in this step; call this once per step.
 
         Args:
-            unit_s: seconds that a unit of gain is worth now.
-            cost_s: seconds that an answer takes.
-            longest_pause: most steps between two trials; 0 to ask at every step.
+            unit_s: seconds that one unit of gain saves at the current pace.
+            cost_s: seconds that a request takes.
+            longest_pause: most steps between two trials; 0 for a request in every step.
         """
         if self.pays(unit_s, cost_s):
             self._pause = self._waits = 0
@@ -168,6 +168,6 @@ class Payoff:
         return False
 
     def encourage(self) -> None:
-        """Ask in the next step even if it does not pay yet: the last answer was promising."""
+        """Allow a request in the next step even if it may not pay off, after a good sign."""
         self._pause = max(self._pause, 1)
         self._waits = 0

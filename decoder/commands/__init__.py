@@ -1,6 +1,6 @@
-"""The commands of the core: answer prompts and chat with a model.
+"""The commands of the core: `generate` answers prompts, and `chat` talks with a model.
 
-Each command imports its implementation when it runs, so that help appears immediately.
+Each command imports its implementation only when it runs, so that help appears immediately.
 """
 
 import typer
@@ -30,9 +30,9 @@ def run_generate(
 ) -> None:
     """Answer one or more prompts; text goes to standard output, figures to standard error.
 
-    The answer to a single prompt streams. Answers to a file are printed as each is done, as blocks
-    or, with --json, as one object per line. A prompt that fails is reported, the others continue,
-    and the exit status is 1.
+    The answer to a single prompt streams. Answers to a file of prompts are printed when they are
+    done, as blocks or, with --json, as one object per line. If a prompt fails, the error is shown,
+    the other prompts continue, and the exit status is 1.
     """
     from decoder.commands.generate_command import answer_prompts  # noqa: PLC0415  (loads torch)
 
@@ -48,11 +48,11 @@ def run_chat(
     output: ChatSettings,
     sampling: SamplingSettings,
 ) -> None:
-    """Talk with a model: answers stream in the colours of the sources that drafted them.
+    """Talk with a model; each token has the colour of the source that drafted it.
 
-    Earlier answers serve as drafts. Ctrl-C ends an answer, Ctrl-D or /exit the conversation, and
-    /clear starts a new one. Without a terminal, each line of standard input is a message, and each
-    answer goes to standard output.
+    Answers are drafted from earlier answers, too. Ctrl-C ends an answer, Ctrl-D or /exit ends the
+    conversation, and /clear starts a new conversation. Without a terminal, each line of standard
+    input is a message, and each answer goes to standard output.
     """
     from decoder.commands.chat_command import hold_conversation  # noqa: PLC0415  (loads torch)
 
@@ -60,7 +60,7 @@ def run_chat(
 
 
 def run(commands: typer.Typer) -> None:
-    """Run a command line; foreseen errors are printed in one line."""
+    """Run a command line; expected errors are printed in one line."""
     with errors_in_one_line(DecoderError, RetrieverError, IndexerError, MemoryError):
         commands(prog_name="foredraft")
 

@@ -1,4 +1,4 @@
-"""Answering prompts in order, and printing answers, figures and errors."""
+"""Answers prompts in order, and prints answers, figures and errors."""
 
 import json
 import shlex
@@ -38,15 +38,15 @@ from retriever.tree import Source
 
 @dataclass(slots=True)
 class Endings:
-    """Counts answers and those that ended at a limit.
+    """Counts all answers, and the answers that ended at a limit.
 
     Attributes:
-        max_new_tokens: the requested limit.
+        max_new_tokens: the requested limit of tokens.
         pattern: grammar that complete answers match, if any.
-        num_answers: all answers.
-        num_limited: answers that reached the requested limit.
-        num_full: answers that reached the model's limit for prompt and output.
-        num_unmatched: answers among both whose pattern was not complete.
+        num_answers: number of answers.
+        num_limited: number of answers that reached the requested limit.
+        num_full: number of answers that reached the model's limit for prompt and output.
+        num_unmatched: number of answers that reached a limit before the pattern was complete.
     """
 
     max_new_tokens: int
@@ -69,7 +69,7 @@ class Endings:
             self.num_unmatched += 1
 
     def summary(self) -> str:
-        """Return the text after the figures; empty if no limit was reached."""
+        """Return the sentence to print after the figures; empty if no limit was reached."""
         limit = counted(self.max_new_tokens, "token")
         parts = [
             self._told(self.num_limited, f"ended at the limit of {limit}"),
@@ -84,10 +84,10 @@ class Endings:
 
 
 FORESEEN = (*errors.FORESEEN, torch.OutOfMemoryError)
-"""Errors that tell a user what to do; others are bugs and are shown with a traceback."""
+"""Errors that tell a user what to do; all other errors are bugs and show a traceback."""
 
 _HEADING_CHARACTERS = 72
-"""Most characters of a prompt in its heading, which then fits in 80 columns."""
+"""Most characters of a prompt in the heading of its answer, which then fits in 80 columns."""
 
 
 class PassWriter(Protocol):
@@ -99,18 +99,18 @@ class PassWriter(Protocol):
 
 
 _INDEXED: Final = (Source.CORPUS, Source.PHRASES)
-"""Sources of tokens drafted from an index: its texts and its phrase tables."""
+"""Sources of tokens that were drafted from an index: its texts and its phrase tables."""
 
 
 class Printer:
     """Shows answers on standard output, and figures and errors on standard error.
 
     Args:
-        as_json: print one object per line instead of texts.
-        is_single: whether there is one prompt that was not read from a file.
+        as_json: whether to print one JSON object per line instead of texts.
+        is_single: whether there is only one prompt, not a file of prompts.
         num_prompts: number of prompts.
         palette: colours of texts; `None` for no colours.
-        indexes: indexes that drafts come from.
+        indexes: the indexes to draft from.
     """
 
     def __init__(
@@ -129,12 +129,12 @@ class Printer:
         self._indexes = indexes
 
     def piece(self, text: str) -> None:
-        """Show a part of an answer's text immediately, if it streams."""
+        """Show a part of an answer's text immediately, if answers stream."""
         if self.is_single and not self._as_json:
             self._echo(text, nl=False)
 
     def end_of_text(self) -> None:
-        """End the line of a streamed text."""
+        """End the last line of a streamed text."""
         if self.is_single and not self._as_json:
             typer.echo()
 
@@ -147,8 +147,8 @@ class Printer:
             number: number of the prompt, from 1.
             prompt: the prompt.
             result: the answer.
-            speedup: its speedup from drafts.
-            painted: its text in colours.
+            speedup: the answer's speedup from drafts.
+            painted: the answer's text in colours.
         """
         if self._as_json:
             self._print_json(prompt, result.report() | {"speedup": speedup.report()})
@@ -156,7 +156,7 @@ class Printer:
             self._print_block(number, prompt, painted)
 
     def failure(self, number: int, prompt: Prompt, error: Exception) -> None:
-        """Show that a prompt has no answer or only a partial one."""
+        """Show that a prompt has no answer, or only a partial answer."""
         if self._as_json:
             reason = {"finish_reason": FinishReason.ERROR.value, "error": reason_of(error)}
             self._print_json(prompt, {"text": "", "token_ids": [], **reason})
@@ -170,7 +170,7 @@ class Printer:
         typer.echo(f"error: {place}{reason_of(error)}", err=True)
 
     def statistics(self, total: Statistics, endings: Endings, speedup: Speedup) -> None:
-        """Show the figures of all answers, how many ended at a limit, and the speedup."""
+        """Show the figures of all answers, the number that ended at a limit, and the speedup."""
         if self.palette is not None:
             legend = self.palette.legend(total.accepted, total.num_tokens)
             typer.echo(f"tokens by colour: {legend}", err=True, color=True)
@@ -181,13 +181,13 @@ class Printer:
             self._tell_unused()
 
     def _tell_unused(self) -> None:
-        """Report that no token came from an index, and what to do."""
+        """Report that no token came from an index, and say what to do."""
         if self._as_json:
             return
         named = ", ".join(map(str, self._indexes))
         flags = [part for path in self._indexes for part in ("--index", str(path))]
         typer.echo(
-            f"no token came from {named}: an index helps a model that writes what stands in it; "
+            f"no token came from {named}: an index helps if the model repeats text from it; "
             f"`{shlex.join(['foredraft', 'explain', *flags])} --context TEXT` shows what it would "
             "draft",
             err=True,
@@ -208,22 +208,23 @@ class Printer:
 
 
 class Answerer:
-    """Answers prompts; one that fails is reported, and the others continue.
+    """Answers prompts; if one fails, the error is shown, and the other prompts continue.
 
     Args:
         decoder: decoder built for the model.
         language_model: the model that answers.
         options: options of every answer.
-        printer: shows them.
-        writer: writes every pass, if wanted.
-        interruption: ends the answers.
+        printer: shows the answers.
+        writer: writes every pass to a trace or page, if requested.
+        interruption: request to end the answers, for example by Ctrl-C.
         pattern: grammar that complete answers match, if any.
-        comparison: also decodes without drafts, if wanted; only with one answer at a time.
-        parallel: answers at a time; with several, each is shown when those before it are done.
+        comparison: decodes again without drafts, if requested; only with one answer at a time.
+        parallel: number of answers at a time; if more than 1, each answer is shown when all answers
+            before it are done.
 
     Attributes:
-        num_failed: prompts without a complete answer.
-        is_interrupted: whether Ctrl-C ended it.
+        num_failed: number of prompts without a complete answer.
+        is_interrupted: whether Ctrl-C ended the answers.
     """
 
     def __init__(
@@ -260,7 +261,7 @@ class Answerer:
                 be written.
         """
         numbered = list(enumerate(prompts, 1))
-        # When answering one at a time, the next waits for what follows an answer, such as its
+        # With one answer at a time, the next prompt waits for what follows an answer, such as its
         # comparison.
         batches = [numbered] if self._parallel > 1 else [[each] for each in numbered]
         try:
@@ -279,7 +280,7 @@ class Answerer:
     def _answer(
         self, numbered: Sequence[tuple[int, Prompt]], advance: Callable[[], object]
     ) -> None:
-        """Answer some at a time and show them in order."""
+        """Answer several prompts at a time and show the answers in order."""
         begun: list[_Begun] = []
         done: dict[int, tuple[_Begun, Answer]] = {}
         unseen = deque(number for number, _ in numbered)
@@ -296,7 +297,7 @@ class Answerer:
             advance()
             while unseen and unseen[0] in done:
                 self._show(*done.pop(unseen.popleft()))
-        for number in sorted(done):  # answers that waited for an interrupted or failed one
+        for number in sorted(done):  # answers that waited for an interrupted or failed answer
             self._show(*done[number])
 
     def _tasks(
@@ -305,7 +306,7 @@ class Answerer:
         begun: list["_Begun"],
         done: dict[int, tuple["_Begun", Answer]],
     ) -> Iterator[Task]:
-        """Yield the prompts as tasks; one that cannot be encoded is done at once."""
+        """Yield the prompts as tasks; a prompt that cannot be encoded fails at once."""
         for number, prompt in numbered:
             painter = Painter(
                 self._language_model.tokenizer, self._printer.piece, self._printer.palette
@@ -323,7 +324,7 @@ class Answerer:
             yield painted(self._decoder, each.tokens, painter, each.speedup, observers)
 
     def _show(self, begun: "_Begun", result: Answer) -> None:
-        """Show an answer, complete or not; report an error that concerns only its prompt."""
+        """Show an answer, complete or not; report an error that affects only this prompt."""
         number, prompt, error = begun.number, begun.prompt, result.error
         has_text = error is None or bool(result.token_ids)
         if has_text:
@@ -352,13 +353,13 @@ class Answerer:
         if result.finish_reason not in {FinishReason.INTERRUPTED, FinishReason.ERROR}:
             return self._comparison.speedup(begun.tokens, result, self._interruption)
         if begun.tokens and not isinstance(result.error, InvalidPromptError):
-            self._comparison.skip()  # a refused prompt takes no random numbers
+            self._comparison.skip()  # a refused prompt uses no random numbers
         return None
 
 
 @dataclass(slots=True, eq=False)
 class _Begun:
-    """A prompt with its number from 1, its tokens, its painter and its speedup."""
+    """A prompt with its number (from 1), its tokens, its painter and its speedup."""
 
     number: int
     prompt: Prompt
@@ -374,21 +375,21 @@ def painted(
     speedup: Speedup,
     observers: Sequence[Observer] = (),
 ) -> Task:
-    """Return a task whose answer is painted and whose speedup is counted.
+    """Return a task that paints the answer and counts its speedup.
 
     Args:
-        decoder: answers the prompt.
+        decoder: the decoder that answers the prompt.
         tokens: tokens of the prompt.
-        painter: writes the text; finish it after the answer.
-        speedup: counts every pass, if the costs of passes are measured.
-        observers: called with every pass after that.
+        painter: writes the text; call its `finish` after the answer.
+        speedup: the sums to which every pass is added, if costs of passes are measured.
+        observers: further observers, called with every pass after the painter and the speedup.
     """
     counted = speedup.observer(decoder.budget, len(tokens))
     return Task(tokens, painter.text, together([painter.observe, counted, *observers]))
 
 
 def together(observers: Sequence[Observer]) -> Callable[[ObservedPass], None]:
-    """Return an observer that passes each pass on to several observers, in order."""
+    """Return an observer that calls several observers for each pass, in order."""
 
     def observe(step: ObservedPass) -> None:
         for observer in observers:
@@ -398,7 +399,7 @@ def together(observers: Sequence[Observer]) -> Callable[[ObservedPass], None]:
 
 
 def _bar(num_prompts: int) -> Progress:
-    """Return a progress bar for standard error, shown only if that is a terminal."""
+    """Return a progress bar on standard error, shown only on a terminal."""
     console = Console(stderr=True)
     return Progress(
         console=console,

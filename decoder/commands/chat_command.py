@@ -29,7 +29,8 @@ from indexer.errors import TokenizerError, reason_of
 from indexer.launch import errors_in_one_line
 
 _LEAST_ROOM: Final = 64
-"""Least tokens left for an answer: a few sentences. Old turns are dropped to make room for them."""
+"""Least number of tokens left for an answer: a few sentences. Old turns are dropped to leave that
+many."""
 
 _PROMPT: Final = "> "
 
@@ -50,7 +51,7 @@ def hold_conversation(
     prepared = prepare_model(chosen.options(PromptSettings(), drafts.index))
     if not prepared.tokenizer.chat_template:
         raise TokenizerError(
-            f"{prepared.options.name} has no chat template, so it takes no conversation: name a "
+            f"{prepared.options.name} has no chat template, so it cannot chat: name a "
             "model that was made for chats, or use `foredraft generate`"
         )
     check_drafts(drafts, prepared.vocabulary)
@@ -73,11 +74,11 @@ def hold_conversation(
 
 @dataclass(slots=True)
 class Messages:
-    """The turns of a conversation; the oldest are dropped when the model has no room for all.
+    """The turns of a conversation; if they do not all fit into the model, the oldest are dropped.
 
     Attributes:
-        language_model: its chat template formats the turns.
-        decoder: its target tells how much room there is.
+        language_model: the model, whose chat template formats the turns.
+        decoder: the decoder, whose target limits the length.
         system: the system message, if any.
         turns: pairs of a user message and the answer, in order.
     """
@@ -88,10 +89,10 @@ class Messages:
     turns: list[tuple[str, str]] = field(default_factory=list)
 
     def prompt(self, message: str, max_new_tokens: int) -> tuple[list[int], int]:
-        """Return the tokens of the conversation with a new message, and the count of dropped turns.
+        """Return the conversation's tokens with a new message, and the number of dropped turns.
 
         Raises:
-            InvalidPromptError: there is no room even for the message alone.
+            InvalidPromptError: even the message alone does not fit.
             TokenizerError: the chat template does not accept the conversation.
         """
         least = min(_LEAST_ROOM, max_new_tokens)
@@ -114,10 +115,10 @@ class Messages:
 
 
 class Chat:
-    """A conversation: reads messages, streams answers and prints the figures of each.
+    """Holds a conversation: reads messages, streams answers and prints the figures of each answer.
 
     Args:
-        messages: the conversation.
+        messages: the turns of the conversation.
         options: options of every answer.
         palette: colours of answers; `None` for no colours.
     """
@@ -145,7 +146,7 @@ class Chat:
             raise typer.Exit(self._interruption.status)
 
     def _obeyed(self, lines: Iterable[str]) -> Iterator[str]:
-        """Yield the messages among typed lines; run commands until one ends the chat."""
+        """Yield the messages among the typed lines; run the commands, until one ends the chat."""
         for line in lines:
             command = line.rstrip()
             if not _COMMAND.match(line):
@@ -161,7 +162,7 @@ class Chat:
                 typer.echo(f"there is no command {command.split()[0]}: {_COMMANDS}", err=True)
 
     def _answer(self, message: str) -> FinishReason:
-        """Answer a message; one that cannot be answered is left out of the conversation."""
+        """Answer a message; if that fails, the message is left out of the conversation."""
         try:
             limit = self._options.max_new_tokens
             tokens, num_dropped = self._messages.prompt(checked_text(message), limit)
@@ -169,7 +170,7 @@ class Chat:
             typer.echo(f"error: {reason_of(error)}", err=True)
             return FinishReason.ERROR
         if num_dropped:
-            typer.echo(f"oldest turns left out, for want of room: {num_dropped}", err=True)
+            typer.echo(f"oldest turns left out, for lack of room: {num_dropped}", err=True)
         speedup = Speedup()
         with StatusLine.shown() as status:
             result = self._decoded(tokens, speedup, status)
@@ -200,7 +201,7 @@ class Chat:
         typer.echo(text, nl=False, color=None if self._palette is None else True)
 
     def _say(self, result: Answer, speedup: Speedup) -> None:
-        """Print the figures of an answer, in lines that fit the terminal."""
+        """Print the figures of an answer in lines that fit the terminal."""
         statistics = result.statistics
         parts = [
             f"{statistics.tokens_per_pass:.2f} tokens per pass",
@@ -220,11 +221,11 @@ class Chat:
 
 
 class ShownPace:
-    """Counts the tokens of an answer and shows tokens per pass as it streams.
+    """Counts the tokens of an answer, and shows tokens per pass while the answer streams.
 
     Args:
-        speedup: speedup of the answer so far; it counts each pass before this does.
-        status: the line to show it in.
+        speedup: speedup of the answer so far; each pass is added to it first.
+        status: the status line that shows the figures.
     """
 
     def __init__(self, speedup: Speedup, status: "StatusLine") -> None:
@@ -233,7 +234,7 @@ class ShownPace:
         self._num_tokens = self._num_passes = 0
 
     def observe(self, step: ObservedPass) -> None:
-        """Count a pass and show the figures so far."""
+        """Count a pass, and show the figures so far."""
         self._num_tokens += len(step.tokens)
         self._num_passes += 1
         parts = [f"{self._num_tokens / self._num_passes:.2f} tokens per pass"]
@@ -244,7 +245,7 @@ class ShownPace:
 
 
 class StatusLine:
-    """The last line of a terminal, below a region in which everything else scrolls.
+    """A status line at the bottom of a terminal; everything else scrolls above it.
 
     Args:
         stream: output stream of the terminal.
@@ -257,7 +258,7 @@ class StatusLine:
     @classmethod
     @contextmanager
     def shown(cls) -> Iterator["StatusLine | None"]:
-        """Show a status line on standard output during the block; `None` if that is no terminal."""
+        """Show a status line on standard output during the block; `None` without a terminal."""
         is_able = sys.stdout.isatty() and not is_dumb()
         status = cls(sys.stdout) if is_able else None
         try:
@@ -268,28 +269,28 @@ class StatusLine:
 
     @property
     def columns(self) -> int:
-        """Current number of columns of the terminal."""
+        """The terminal's current number of columns."""
         return shutil.get_terminal_size().columns
 
     def show(self, text: str) -> None:
-        """Replace the text of the line; the cursor stays where it is."""
+        """Replace the text of the status line; the cursor stays where it is."""
         columns, rows = size = tuple(shutil.get_terminal_size())
         if size != self._size:
-            # A line feed and a step up make room below; setting the region moves the cursor.
+            # A line feed and a step up free the last line; setting the region moves the cursor.
             self._stream.write(f"\n\x1b[A\x1b7\x1b[1;{rows - 1}r\x1b8")
             self._size = (columns, rows)
         self._stream.write(f"\x1b7\x1b[{rows};1H\x1b[2K{text}\x1b8")
         self._stream.flush()
 
     def close(self) -> None:
-        """Clear the line and let the whole terminal scroll again."""
+        """Clear the status line, and let the whole terminal scroll again."""
         if self._size != (0, 0):
             self._stream.write(f"\x1b7\x1b[r\x1b[{self._size[1]};1H\x1b[2K\x1b8")
             self._stream.flush()
 
 
 def folded(parts: list[str], columns: int) -> list[str]:
-    """Return comma-separated parts in lines of at most `columns`; no part is split."""
+    """Join parts by commas into lines of at most `columns` characters; no part is split."""
     lines: list[str] = []
     for part in parts:
         longer = f"{lines[-1]}, {part}" if lines else part
@@ -301,7 +302,7 @@ def folded(parts: list[str], columns: int) -> list[str]:
 
 
 def _lines(stream: BinaryIO) -> Iterator[str]:
-    """Return the messages of standard input, one per line; empty lines are skipped.
+    """Yield the messages of standard input, one per line; empty lines are skipped.
 
     Raises:
         PromptFileError: a line is not UTF-8.

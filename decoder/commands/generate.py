@@ -1,4 +1,4 @@
-"""Answering prompts: streamed text, and figures at the end."""
+"""Answers prompts with streamed text, and figures at the end."""
 
 import signal
 from collections import deque
@@ -20,15 +20,15 @@ _HANDLED: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interruption:
-    """Turns the first Ctrl-C or SIGTERM during a step into a request to stop after the step.
+    """Defers the first Ctrl-C or SIGTERM until the end of the current decoding step.
 
-    So the shown text, the figures and the drafter's session agree, and a page is still written. A
-    second signal raises KeyboardInterrupt at once.
+    So the shown text, the figures and the drafter's session agree, and a requested page is still
+    written. A second signal raises KeyboardInterrupt at once.
 
     Attributes:
-        is_requested: whether to stop.
-        is_deferred: whether a signal is currently deferred instead of raised.
-        is_terminated: whether the signal was SIGTERM, after which nothing new starts.
+        is_requested: whether a signal requested a stop.
+        is_deferred: whether signals are currently deferred instead of raised.
+        is_terminated: whether the signal was SIGTERM; if so, no further work starts.
     """
 
     def __init__(self) -> None:
@@ -38,12 +38,12 @@ class Interruption:
 
     @property
     def status(self) -> int:
-        """The exit status."""
+        """Exit status of the command."""
         return TERMINATED if self.is_terminated else INTERRUPTED
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle both signals during the block; only in the main thread.
+        """Handle both signals during the block; call this only in the main thread.
 
         Raises:
             SystemExit: SIGTERM arrived while signals were not deferred.
@@ -85,16 +85,16 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The output for a prompt, complete or up to an error.
+    """The output for a prompt: complete, or up to an error.
 
     Attributes:
-        text: the output without special tokens, up to the stop string.
-        token_ids: the output's tokens, including the stop token; the last one may contain the end
+        text: the output's text without special tokens, up to the stop string.
+        token_ids: the output's tokens, including the stop token; the last token may contain the end
             of the stop string.
         statistics: counts and times of the answer.
-        finish_reason: why it ended.
-        stop_string: the stop string that ended it.
-        error: the error that ended it.
+        finish_reason: the reason why the answer ended.
+        stop_string: the stop string that ended the answer.
+        error: the error that ended the answer.
     """
 
     text: str
@@ -120,14 +120,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """How long an answer may get, and who may use it.
+    """How long an answer may get, and how it is drafted.
 
     Attributes:
         max_new_tokens: most tokens to generate.
         stop_strings: strings that end the text.
         include_stop: whether the text includes the stop string that ends it.
-        drafting: options for the drafter: whether later answers may use this one, what it is
-            expected to contain, and which others it resembles.
+        drafting: options for the drafter: whether later answers may be drafted from this answer,
+            what it is expected to contain, and which other answers it resembles.
     """
 
     max_new_tokens: int
@@ -142,8 +142,8 @@ class Task:
 
     Attributes:
         tokens: tokens of the prompt.
-        on_text: called with each piece of text as soon as it is certain.
-        observer: called with every pass.
+        on_text: called with each piece of text as soon as it can no longer change.
+        observer: called with every pass of the answer.
     """
 
     tokens: Sequence[int]
@@ -171,20 +171,20 @@ def answer_many(
     parallel: int,
     interruption: Interruption,
 ) -> Iterator[tuple[int, Answer]]:
-    """Generate answers to prompts, some at a time; yield each with its number, from 0.
+    """Generate answers to prompts, several at a time; yield each with its number, from 0.
 
-    Answers are yielded as they are done. If an error ends an answer early, the answer has that
-    error and the text so far. After an interruption, between two passes or in the first one, the
-    started answers are yielded with what they have. An error that ends decoding becomes the error
-    of all remaining answers.
+    Answers are yielded when they are done. If an error ends an answer early, the answer has that
+    error and the text so far. After an interruption, between two passes or in the first pass, the
+    started answers are yielded with their text so far. An error that ends decoding becomes the
+    error of all remaining answers.
 
     Args:
         decoder: decoder built for this model.
-        language_model: its tokenizer decodes the answers.
+        language_model: the model, whose tokenizer decodes the answers.
         tasks: the prompts to answer.
         options: options of every answer.
-        parallel: answers at a time.
-        interruption: ends the answers.
+        parallel: number of answers at a time.
+        interruption: request to end the answers, for example by Ctrl-C.
 
     Raises:
         BrokenPipeError: the reader of the output has closed it.
@@ -197,8 +197,8 @@ def answer_many(
     try:
         with closing(many), interruption.between_steps():
             for generation, tokens in many:
-                interruption.is_deferred = True  # a prompt's pass may take long
-                if over is not None and over != generation.number:  # its last pass was observed
+                interruption.is_deferred = True  # the pass over a prompt may take long
+                if over is not None and over != generation.number:  # the last pass was observed
                     yield over, begun.pop(over).result(decoder)
                 begun[generation.number].take(generation, tokens)
                 over = generation.number if generation.is_over else None
@@ -236,7 +236,7 @@ def _requests(
 
 
 class _Answering:
-    """A generation that is being turned into text."""
+    """Turns the tokens of a generation into text."""
 
     def __init__(self, text: StoppableText, on_text: Callable[[str], object]) -> None:
         self._text = text
@@ -246,7 +246,7 @@ class _Answering:
         self._pieces: list[str] = []
 
     def take(self, generation: Generation, tokens: Sequence[int]) -> None:
-        """Add the next tokens and show the text that is certain."""
+        """Add the next tokens, and show the text that can no longer change."""
         self._generation = generation
         self._token_ids.extend(tokens)
         self._emit(self._text.take())
@@ -261,9 +261,9 @@ class _Answering:
         """Show the rest of the text; return the answer, complete or not.
 
         Args:
-            decoder: its stop tokens end the answer.
+            decoder: the decoder, whose stop tokens end the answer.
             failure: the error that ended all answers.
-            is_interrupted: whether an interruption may have ended it.
+            is_interrupted: whether an interruption may have ended the answer.
         """
         self._emit(self._text.finish())
         generation = self._generation

@@ -1,4 +1,4 @@
-"""The command that answers one prompt or a file of them."""
+"""The command that answers one prompt or a file of prompts."""
 
 import sys
 from collections.abc import Sequence
@@ -121,7 +121,7 @@ def answer_prompts(
 
 
 def _traces(output: ShownSettings) -> Any:
-    """Return the plugin that writes traces and pages; `None` if neither is wanted."""
+    """Return the plugin that writes traces and pages; `None` if neither is requested."""
     if output.trace is None and output.html is None:
         return None
     asked = "--html" if output.trace is None else "--trace"
@@ -170,7 +170,7 @@ def _grammar(output: ShownSettings) -> str | None:
 
 
 def _selected(given: AnsweredPrompts) -> list[Prompt]:
-    """Return the prompts in the order of their file."""
+    """Return the prompts in the order of the file."""
     if given.prompts is None:
         text = read_text(sys.stdin.buffer) if given.prompt is None else given.prompt
         return [Prompt(DEFAULT_CATEGORY, checked_text(text))]
@@ -182,7 +182,7 @@ def _selected(given: AnsweredPrompts) -> list[Prompt]:
 
 
 def _check_prompts(prompts: Sequence[Prompt], prepared: PreparedModel, *, is_single: bool) -> None:
-    """Refuse options with which no prompt can be answered, before the weights are loaded."""
+    """Before the weights load, refuse options with which no prompt can be answered."""
     with suppress(*(() if is_single else (InvalidPromptError,))):
         prepared.check_prompt(prompts[0].text)
 
@@ -192,7 +192,7 @@ def _known(ids: Sequence[int], prepared: PreparedModel) -> Sequence[int]:
     for token in ids:
         if not 0 <= token < size:
             raise UnknownTokenError(
-                f"--stop-id {token} is no token: ids of this model are from 0 to {size - 1}"
+                f"--stop-id {token} is not a token: this model's ids are from 0 to {size - 1}"
             )
     return ids
 

@@ -1,7 +1,7 @@
-"""Settings that commands take; each group of settings is one schema.
+"""Settings of the commands; each group of settings is one schema.
 
-This module loads no computing library: those are imported when a command runs, so that help appears
-immediately.
+This module loads no computing library, so that help appears immediately; a command imports such
+libraries when it runs.
 """
 
 import os
@@ -31,7 +31,7 @@ PROMPT_FILE: Final = (
 
 
 class PromptSettings(BaseModel):
-    """Which prompts of a file are answered, and how the file is read."""
+    """Which prompts of a file to answer, and how to read the file."""
 
     model_config = ConfigDict(title="Prompt", extra="forbid", frozen=True, defer_build=True)
 
@@ -106,16 +106,16 @@ class AnsweredPrompts(PromptSettings):
 
 
 class Colouring(StrEnum):
-    """When text is coloured."""
+    """When to colour text."""
 
     AUTO = "auto"
     ALWAYS = "always"
     NEVER = "never"
 
     def applies_to(self, stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
-        """Return whether text on a stream is coloured.
+        """Return whether to colour text on a stream.
 
-        `AUTO` colours only on terminals, and not if `NO_COLOR` (https://no-color.org) is set.
+        `AUTO` colours text only on terminals, and not if `NO_COLOR` (https://no-color.org) is set.
         """
         if self is not Colouring.AUTO:
             return self is Colouring.ALWAYS
@@ -124,12 +124,12 @@ class Colouring(StrEnum):
 
 
 def is_dumb(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the terminal says that it supports no escape sequences."""
+    """Return whether the terminal is declared to support no escape sequences."""
     return environment.get("TERM") == "dumb"
 
 
 class ModelChoice(BaseModel):
-    """Which model runs, and where; see `ModelOptions`."""
+    """Which model to run, and where; see `ModelOptions`."""
 
     model_config = ConfigDict(title="Model", extra="forbid", frozen=True, defer_build=True)
 
@@ -152,10 +152,10 @@ class ModelChoice(BaseModel):
     )
 
     def check_device(self) -> None:
-        """Refuse a CUDA device if there is none, before anything is read.
+        """Refuse a CUDA device if this machine has none, before anything is read.
 
         Raises:
-            DeviceError: the message says why there is none.
+            DeviceError: the message says why there is no CUDA device.
         """
         import torch  # noqa: PLC0415  (takes seconds to import)
 
@@ -174,9 +174,9 @@ class ModelChoice(BaseModel):
         """Return the options to load the model with.
 
         Args:
-            prompting: how prompts are read.
+            prompting: settings of how prompts are read.
             indexes: indexes to draft from; their tokenizer determines the model if no option names
-                one.
+                a model.
 
         Raises:
             ContradictoryOptionsError: two settings exclude each other.
@@ -196,7 +196,7 @@ class ModelChoice(BaseModel):
 
 
 class ModelSettings(ModelChoice):
-    """Which model decodes, and where the costs of its passes are stored."""
+    """Which model decodes, and where to store the costs of its passes."""
 
     cost_cache: Annotated[
         str | None,
@@ -210,7 +210,7 @@ class ModelSettings(ModelChoice):
 
 
 def _model_of(indexes: Sequence[Path]) -> str:
-    """Return the model that indexes were built for, else the default one."""
+    """Return the model for which the indexes were built, else the default model."""
     from retriever.sessions.options import indexed_tokenizer  # noqa: PLC0415  (loads numba)
 
     name = indexed_tokenizer(indexes)
@@ -239,7 +239,7 @@ class OutputSettings(BaseModel):
 
 
 class AnswerSettings(OutputSettings):
-    """Where answers end, and the trace to write."""
+    """Where answers end, and which trace to write."""
 
     stop: Annotated[
         tuple[str, ...],
@@ -275,7 +275,7 @@ Colour = Annotated[
 
 
 class ShownSettings(AnswerSettings, ConstraintSettings):
-    """How answers are shown and reported."""
+    """How to show and report answers."""
 
     colour: Colour = Colouring.AUTO
     compare: Annotated[
@@ -295,7 +295,7 @@ class ShownSettings(AnswerSettings, ConstraintSettings):
 
 
 class ChatSettings(OutputSettings):
-    """How a conversation is held and shown."""
+    """How to hold and show a conversation."""
 
     model_config = ConfigDict(title="Output", extra="forbid", frozen=True, defer_build=True)
 

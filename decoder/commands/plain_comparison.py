@@ -1,4 +1,4 @@
-"""Answers decoded again without drafts, for the measured speedup and the first difference."""
+"""Decodes answers again without drafts, to measure the speedup and find the first difference."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,11 +14,11 @@ from retriever.drafter import FORGOTTEN
 
 
 class PlainAnswers:
-    """Decodes prompts without drafts, with the same choices as a decoder with drafts.
+    """Decodes prompts without drafts, with the same accept rule as a decoder with drafts.
 
     Args:
-        decoder: decoder of the compared answers. Pass every prompt that it has answered to
-            `speedup` or `skip`, in order, so that random numbers are the same.
+        decoder: the decoder of the compared answers. Call `speedup` or `skip` for every prompt that
+            it has answered, in order, so that random numbers are the same.
         language_model: the model that answers.
         options: options of every answer.
     """
@@ -35,7 +35,7 @@ class PlainAnswers:
         self, tokens: Sequence[int], result: Answer, interruption: Interruption
     ) -> Speedup | None:
         """Return the measured speedup of an answer; `None` if Ctrl-C ends the comparison."""
-        self._plain.target.forget()  # otherwise its prompt would already be in the cache
+        self._plain.target.forget()  # else the prompt would already be in the cache
         plain = answer(self._plain, self._language_model, Task(tokens), self._options, interruption)
         self._plain.target.forget()
         if plain.error is not None:
@@ -58,6 +58,6 @@ class PlainAnswers:
 
 
 def first_difference(tokens: list[int], others: list[int]) -> int | None:
-    """Return the position, from 1, of the first token that differs; `None` if none does."""
+    """Return the position, from 1, of the first differing token; `None` if all are equal."""
     pairs = enumerate(zip_longest(tokens, others), 1)
     return next((at for at, (token, other) in pairs if token != other), None)

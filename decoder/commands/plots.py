@@ -1,4 +1,4 @@
-"""Writing plots to files with matplotlib."""
+"""Writes plots to files with matplotlib."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -12,7 +12,7 @@ def check_plot(path: Path) -> None:
     """Refuse a plot that cannot be drawn, before the work starts.
 
     Raises:
-        PlotError: its suffix is not in `SUFFIXES`, or its folder or matplotlib is missing.
+        PlotError: the file's suffix is not in `SUFFIXES`, or the folder or matplotlib is missing.
     """
     if path.suffix not in SUFFIXES:
         raise PlotError(
@@ -39,7 +39,7 @@ def figure_class() -> Any:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a matplotlib figure.
+    """Write a matplotlib figure to a file.
 
     Raises:
         PlotError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""Files of prompts."""
+"""Reads files of prompts."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,11 +30,11 @@ class Prompt:
     """One prompt of a file.
 
     Attributes:
-        category: the kind of task.
-        text: a user's message; in a conversation, the last one.
-        line: its place in the file: a line from 1, or a row from 0.
-        turns: all turns before the answer, if there is more than the message.
-        later: the user's next messages, one after each answer.
+        category: name of the kind of task.
+        text: the user's message; in a conversation, the last message.
+        line: the prompt's place in the file: a line number from 1, or a row number from 0.
+        turns: all turns before the answer, if there are more turns than the message.
+        later: the user's next messages, one for after each answer.
     """
 
     category: str
@@ -44,7 +44,7 @@ class Prompt:
     later: tuple[str, ...] = field(default=(), compare=False)
 
     def answered(self, answer: str) -> "Prompt":
-        """Return the prompt with the user's next message, after an answer."""
+        """Return the prompt that follows an answer, with the user's next message."""
         said = self.turns or (Turn("user", self.text),)
         text, *later = self.later
         turns = (*said, Turn("assistant", answer), Turn("user", text))
@@ -53,7 +53,7 @@ class Prompt:
     def encoded(self, language_model: "LanguageModel") -> list[int]:
         """Return the tokens of the model's input.
 
-        A system message in the model's options replaces that of the conversation.
+        A system message in the model's options replaces the conversation's own.
 
         Raises:
             TokenizerError: the chat template does not accept the prompt.
@@ -79,17 +79,17 @@ def read_prompts(
     """Read a file of prompts, which may be compressed (`.gz`, `.zst`).
 
     Args:
-        path: one prompt per line, or records in JSON lines, JSON, CSV or Parquet. A record is
-            either a question of Spec-Bench (Xia et al., 2024, arXiv:2401.07851), `{"question_id",
-            "category", "turns"}`, whose first turn is the prompt, or a conversation as in
-            `conversation_of`. Each answer of a conversation is generated again; its prompt is all
-            turns before it. Conversations without a user's turn are skipped.
+        path: a file with one prompt per line, or with records in JSON lines, JSON, CSV or Parquet.
+            A record is a question of Spec-Bench (Xia et al., 2024, arXiv:2401.07851),
+            `{"question_id", "category", "turns"}`, whose first turn is the prompt, or a
+            conversation as in `conversation_of`. Each answer of a conversation is generated again;
+            all turns before it are its prompt. Conversations without a user's turn are skipped.
         limit: most prompts to return, spread evenly over the categories. Conversations have no
-            categories: the first ones are taken and the rest is not read, because a log may be
-            large.
+            categories: the first conversations are used, and the rest is not read, because a log
+            may be large.
         per_category: most prompts of each category.
-        skipped: counts conversations and unusable records; `None` to raise an error for unusable
-            records.
+        skipped: counter of skipped conversations and unusable records; `None` to raise an error for
+            unusable records.
 
     Raises:
         PromptFileError: the file cannot be read or holds no prompt, or a record is malformed and
@@ -116,7 +116,7 @@ def read_text(stream: BinaryIO) -> str:
     """Read a prompt from a stream to its end.
 
     Raises:
-        PromptFileError: it is not UTF-8.
+        PromptFileError: the prompt is not UTF-8.
     """
     try:
         return stream.read().decode("utf-8")
@@ -125,11 +125,11 @@ def read_text(stream: BinaryIO) -> str:
 
 
 def read_predictions(paths: Sequence[Path], encode: Callable[[str], list[int]]) -> list[Prediction]:
-    """Read files whose text answers are expected to contain, each named after its file.
+    """Read texts that answers are expected to contain; each is named after its file.
 
     Args:
-        paths: files of UTF-8 text.
-        encode: encodes text with the model's tokenizer, without special tokens.
+        paths: the files of UTF-8 text to read.
+        encode: function that encodes text with the model's tokenizer, without special tokens.
 
     Raises:
         PromptFileError: a file cannot be read, is not text or is empty.
@@ -155,10 +155,10 @@ def read_predictions(paths: Sequence[Path], encode: Callable[[str], list[int]]) 
 
 
 def checked_text(text: str) -> str:
-    """Return a prompt unchanged, if it is not empty.
+    """Return a prompt unchanged unless it is empty.
 
     Raises:
-        InvalidPromptError: it is empty.
+        InvalidPromptError: the prompt is empty.
     """
     if not text.strip():
         raise InvalidPromptError("the prompt is empty: give a text to continue from")
@@ -166,7 +166,7 @@ def checked_text(text: str) -> str:
 
 
 def _spread(categories: Iterable[list[Prompt]]) -> Iterator[Prompt]:
-    """Alternate between categories, so that any number of prompts covers them evenly."""
+    """Alternate between categories, so that the first prompts, however many, cover them evenly."""
     rounds = chain.from_iterable(zip_longest(*categories))
     return (prompt for prompt in rounds if prompt is not None)
 
@@ -190,10 +190,10 @@ def _check(path: Path, tally: RecordingTally, *, is_strict: bool) -> None:
 
 
 def _prompts_of(entry: Any, path: Path, number: int, tally: RecordingTally) -> list[Prompt]:
-    """Return the prompts of a line or a record.
+    """Return the prompts in a line or record.
 
     Raises:
-        UnusableError: it is neither a prompt, nor a question, nor a conversation.
+        UnusableError: the line or record is neither a prompt, nor a question, nor a conversation.
     """
     if isinstance(entry, str):
         return [Prompt(DEFAULT_CATEGORY, entry, number)]
@@ -203,7 +203,7 @@ def _prompts_of(entry: Any, path: Path, number: int, tally: RecordingTally) -> l
 
 
 def _prompt(turns: tuple[Turn, ...], number: int) -> Prompt:
-    """Return a conversation's turns as a prompt; a single message needs no `turns`."""
+    """Return a prompt made of a conversation's turns; a single message needs no `turns`."""
     is_message = len(turns) == 1 and turns[0].role == "user"
     return Prompt(DEFAULT_CATEGORY, turns[-1].text, number, () if is_message else turns)
 

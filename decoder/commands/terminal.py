@@ -1,4 +1,4 @@
-"""Terminal output: text in the colours of its sources, tables and progress."""
+"""Terminal output: text coloured by source, tables and progress."""
 
 import sys
 import time
@@ -35,20 +35,19 @@ _FEW: Final = {
     Source.SIBLINGS: "bright_yellow",
     Source.GRAMMAR: "bright_green",
 }
-"""Colours for terminals with 8 or 16 of them, where the nearest colour of some sources is the
-same."""
+"""Colours for terminals with 8 or 16 colours, where some sources have the same nearest colour."""
 
 _LINE_EVERY_S: Final = 30.0
-"""Seconds between two progress lines without a terminal: 120 lines an hour."""
+"""Seconds between two progress lines if there is no terminal: 120 lines an hour."""
 
 _BAR_CHARACTERS: Final = 16
-"""Width of a bar, so that 80 columns have room for its stage and a few words about it."""
+"""Width of a progress bar that leaves room in 80 columns for the stage and a few words about it."""
 
 _TIME_CHARACTERS: Final = len("0:00:00")
 
 
 class Palette:
-    """Paints text for a terminal, in as many colours as the terminal supports."""
+    """Colours text for a terminal, in as many colours as the terminal supports."""
 
     def __init__(self) -> None:
         name = Console(force_terminal=True, no_color=False).color_system
@@ -60,21 +59,20 @@ class Palette:
         self._styles = {source: Style.parse(known.get(source.label, "")) for source in Source}
 
     def painted(self, text: str, source: Source | None) -> str:
-        """Return text in the colour of a source; unchanged if the model itself chose it."""
+        """Return text in the colour of its source; unchanged if no source drafted it."""
         if source is None or not text:
             return text
-        # Colours end with each line, so that they do not affect text that a pager or log adds
-        # there.
+        # Colours end with each line, so that text added by a pager or log stays uncoloured there.
         style = self._styles[source]
         lines = text.split("\n")
         return "\n".join(style.render(line, color_system=self._system) for line in lines)
 
     def legend(self, accepted: Counter[Source], num_tokens: int) -> str:
-        """Return a line that names the colours with the number of tokens of each.
+        """Return a line that names the colours, with the number of tokens of each colour.
 
         Args:
-            accepted: accepted tokens by source.
-            num_tokens: all tokens.
+            accepted: number of accepted tokens by source.
+            num_tokens: number of all tokens.
         """
         named = [
             self.painted(f"{source.label} {count}", source)
@@ -87,13 +85,13 @@ class Palette:
 class Painter:
     """Writes the text of an answer with each token in the colour of its source.
 
-    The text is that passed to `text`; the passes only determine where colours change. So the text
-    without colours is the same as without a painter.
+    The text is what the method `text` gets; the passes only determine where colours change. So
+    apart from colours, the text is the same as without a painter.
 
     Args:
-        tokenizer: decodes the tokens.
-        write: called with each piece.
-        palette: the colours; `None` to write pieces unpainted as they arrive.
+        tokenizer: the tokenizer that decodes the tokens.
+        write: called with each piece of text.
+        palette: the colours; `None` to write pieces uncoloured when they arrive.
     """
 
     def __init__(
@@ -111,18 +109,18 @@ class Painter:
 
     @property
     def painted(self) -> str:
-        """Everything written so far."""
+        """All text written so far."""
         return "".join(self._pieces)
 
     def text(self, piece: str) -> None:
-        """Add the text of a pass; its colours follow with the call of `observe`."""
+        """Add the text of a pass; the next call of `observe` adds the colours."""
         if self._palette is None:
             self._emit(piece)
         else:
             self._waiting += piece
 
     def observe(self, step: ObservedPass) -> None:
-        """Add a pass and write its text."""
+        """Add a pass, and write its text."""
         if self._palette is None:
             return
         sources = sources_of(step)
@@ -131,7 +129,7 @@ class Painter:
         self._flush(self._palette)
 
     def finish(self) -> None:
-        """Write the remaining text."""
+        """Write the rest of the text."""
         if self._palette is not None:
             self._flush(self._palette)
             self._emit(self._waiting)
@@ -142,7 +140,7 @@ class Painter:
         while self._lengths and self._waiting:
             length, source = self._lengths.popleft()
             part, self._waiting = self._waiting[:length], self._waiting[length:]
-            if len(part) < length:  # the rest is held back: it may become a stop string
+            if len(part) < length:  # the rest is held back, as it may become a stop string
                 self._lengths.appendleft((length - len(part), source))
             painted.append(palette.painted(part, source))
         self._emit("".join(painted))
@@ -153,15 +151,15 @@ class Painter:
 
 
 def sources_of(step: ObservedPass) -> list[Source | None]:
-    """Return the source of each token of a pass; `None` for the target's own."""
+    """Return the source of each token of a pass; `None` for the target's own token."""
     drafted = [Source(number) for number in step.tree.sources[step.path].tolist()]
     return [*drafted, *[None] * (len(step.tokens) - len(drafted))]
 
 
 class _Bar:
-    """Shows the current stage as a bar and earlier ones as lines above it.
+    """Shows the current stage as a progress bar, and earlier stages as lines above it.
 
-    A bar for each stage would exceed the height of a terminal and hide the last ones.
+    A bar for each stage would exceed the height of a terminal and hide the last stages.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -186,9 +184,9 @@ class _Bar:
 
 
 class _Lines:
-    """Reports each stage in lines: at its start and every half minute.
+    """Reports each stage in lines, at its start and every half minute.
 
-    A bar needs cursor movement, so without a terminal it would not be visible.
+    A progress bar would not be visible without a terminal, because it moves the cursor.
     """
 
     def __init__(self) -> None:
@@ -208,7 +206,7 @@ class _Lines:
         typer.echo(line, err=True)
 
     def finish(self) -> None:
-        """Report the last state of a stage."""
+        """Report the final state of a stage."""
         if self._unsaid:
             typer.echo(self._unsaid, err=True)
         self._unsaid = ""
@@ -226,7 +224,7 @@ def watching() -> Iterator[Watcher]:
             lines.finish()
         return
     columns = (
-        TextColumn("{task.description}", table_column=Column()),  # wraps between words
+        TextColumn("{task.description}", table_column=Column()),  # to wrap between words
         BarColumn(_BAR_CHARACTERS, table_column=Column(min_width=_BAR_CHARACTERS)),
         TextColumn("{task.fields[told]}", table_column=Column()),
         TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=_TIME_CHARACTERS)),
@@ -236,14 +234,14 @@ def watching() -> Iterator[Watcher]:
 
 
 _UNBOUNDED: Final = 100_000
-"""Columns of a line, wider than any table."""
+"""Columns of an output line, more than any table needs."""
 
 
 def print_table(table: Table) -> None:
     """Print a table to standard output; right-aligned columns are never shortened.
 
-    On a terminal the others are wrapped, and if there is still not enough room, the last of them
-    are left out. Elsewhere, such as in a file, a table takes the width that it needs.
+    On a terminal the other columns are wrapped; if they still do not fit, the last of them are left
+    out. Elsewhere, such as in a file, a table is as wide as it needs to be.
 
     Args:
         table: the table; it may be modified.

@@ -1,1 +1,1 @@
-"""Drafters that run a model or combine other drafters, and the loop's interface to any drafter."""
+"""Drafters that run a model or combine other drafters, and the loop's interface to drafters."""

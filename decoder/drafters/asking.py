@@ -1,4 +1,4 @@
-"""When a model is asked to read a draft and how many passes it may take."""
+"""Decides when a drafting model extends a draft, and how many passes it may take."""
 
 import time
 from dataclasses import dataclass
@@ -8,42 +8,42 @@ from decoder.budget.payoff import FadingLine, FadingRatio, RecentMedian
 from retriever.tree import DraftTree
 
 _DECAY: Final = 0.995
-"""Gains average over about two hundred steps, because the tokens that a draft adds vary by three
-times their mean. With twenty drafts a rule is wrong so often that it obtains a tenth of the
-possible gain, with two hundred nine tenths; with a thousand it is slower to notice when gains
-change."""
+"""Gains are averaged over about 200 steps, because the tokens that a draft adds vary by three times
+their mean. With 20 drafts the rule is wrong so often that it obtains a tenth of the possible gain;
+with 200, nine tenths. With 1000 it notices changed gains later."""
 
 _PAUSE: Final = 31
-"""Steps between two trials of a reader that does not pay: trying every 32nd step takes 3% of the
-reader's time."""
+"""Steps between two trials of a drafting model that does not pay off: a trial in every 32nd step
+takes 3% of the model's time."""
 
 _KNOWN: Final = 4.0
 """Weight of the initial guess, in drafts."""
 
 _GUESS: Final = 0.4
-"""Initial guess of the tokens that a reader adds to an empty tree; for a certain tree the guess is
-0."""
+"""Initial guess of the tokens that a drafting model adds to an empty tree; for a certain tree the
+guess is 0."""
 
 _RECENT: Final = 15
-"""Number of passes for the median time: those of a few drafts; seven pauses of the machine change
-nothing."""
+"""Number of passes that the median time covers: a few drafts; even seven machine pauses do not
+change the median."""
 
 _LITTLE: Final = 8
-"""Tokens that a reader catches up with in hardly more time than with one. If it had more to read
+"""New tokens that a drafting model reads in hardly more time than one token. If it had more to read
 before a draft, such as a prompt, the time is only an upper bound of the cost per step."""
 
 _TIMED: Final = 6
-"""Drafts with little to catch up with before times are used: the first ones, with cold caches, take
-twice as long."""
+"""Drafts with few new tokens to ignore before times are used: the first drafts, with cold caches,
+take twice as long."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Seconds of the target's and the draft model's passes.
+    """Seconds that passes of the target and of the draft model take.
 
     Attributes:
-        target_s: seconds of a decoding step without the model's draft.
-        pass_s: seconds of a pass of the draft model; 0 lets a draft grow without limit.
+        target_s: seconds of a decoding step without the draft model.
+        pass_s: seconds of one pass of the draft model; with 0 it always extends drafts as far as it
+            can.
     """
 
     target_s: float
@@ -61,7 +61,7 @@ class DecodingPace:
         self._tokens = FadingRatio(_DECAY)
 
     def note(self, seconds: float, num_tokens: int) -> None:
-        """Record a step."""
+        """Record one step."""
         self._step_s.add(seconds)
         self._tokens.add(num_tokens)
 
@@ -71,13 +71,13 @@ class DecodingPace:
 
 
 class Trials:
-    """Allows occasional trials of something that does not pay, in case it does by now."""
+    """Allows occasional trials of something that did not pay off, in case it does by now."""
 
     def __init__(self) -> None:
         self._waited = 0
 
     def allow(self, *, pays: bool) -> bool:
-        """Return whether to ask in this step; call it once per step."""
+        """Return whether to try it in this step; call this once per step."""
         if pays or self._waited == _PAUSE:
             self._waited = 0
             return True
@@ -86,24 +86,25 @@ class Trials:
 
 
 class AskingRule:
-    """Decides whether a reader is asked for a draft and whether it takes another pass for it.
+    """Decides whether a drafting model extends a draft, and whether it takes another pass.
 
-    A reader is asked if the tokens that it has recently added to existing trees save more time, at
-    the current pace, than it takes. RASD (arXiv:2503.03434) sets such a threshold by hand. Gains
-    fall linearly with the certainty of the tree, so they are modelled as a line fitted to recent
-    drafts; each draft then informs the estimate for all trees. The line fades with every step,
-    asked or not, so that trials soon outweigh old observations.
+    A drafting model is called if the tokens that it recently added to trees save more time, at the
+    current pace, than it takes. RASD (arXiv:2503.03434) sets such a threshold by hand. Gains fall
+    linearly as trees become more certain, so the gain is modelled as a line fitted to recent
+    drafts; each draft then informs the estimate for all trees. The line fades with every step, even
+    without a call, so that trials soon outweigh old observations.
 
     The first pass, which reads the sequence, gains the most; its gain is learned separately. A
-    further pass pays if its expected tokens are worth its time, as in drafting with a draft model
-    alone (SpecDec++, arXiv:2405.19715). The expected tokens are the recent gain of such passes per
-    node reached, times the expected number of its nodes that the target reaches.
+    further pass pays off if its expected tokens save more time than it takes, as in drafting with
+    only a draft model (SpecDec++, arXiv:2405.19715). The expected tokens are the recent gain of
+    further passes per node that the target reached, times the expected number of nodes of the new
+    pass that the target reaches.
 
     Args:
-        pace: the pace of decoding, shared with the rules of other readers; its owner keeps it up to
-            date.
-        costs: costs of passes, `target_s` per token; measured if not given. If passes are free, the
-            reader is always asked and reads as far as it can.
+        pace: the pace of decoding, shared with the rules of other drafting models; its owner
+            updates it.
+        costs: costs of passes, with `target_s` per token; measured if not given. If passes are
+            free, the drafting model is always called and extends drafts as far as it can.
     """
 
     def __init__(self, pace: DecodingPace, costs: StepCosts | None = None) -> None:
@@ -114,14 +115,14 @@ class AskingRule:
         self._untimed = _TIMED
         self._asking_trials = Trials()
         self._pass_s = RecentMedian(_RECENT)
-        self._brought = FadingRatio(_DECAY)  # tokens gained by further passes per node reached
+        self._brought = FadingRatio(_DECAY)  # tokens that further passes gain per node reached
         self._pass_trials = Trials()
 
     def asks(self, tree: DraftTree) -> bool:
-        """Return whether to ask the reader for this draft; each call counts as a step.
+        """Return whether the model should extend this draft; each call counts as one step.
 
         Args:
-            tree: the tree without this reader.
+            tree: the tree without this model's nodes.
         """
         if self._costs is not None and self._costs.pass_s == 0:
             return True
@@ -133,7 +134,7 @@ class AskingRule:
         return self._asking_trials.allow(pays=gain * token_s >= seconds)
 
     def is_worthwhile(self, reach: float) -> bool:
-        """Return whether a further pass pays; each call counts as one.
+        """Return whether a further pass pays off; each call counts as one pass considered.
 
         Args:
             reach: expected number of the pass's nodes that the target reaches.
@@ -153,11 +154,11 @@ class AskingRule:
         """Learn how many tokens of a draft were accepted.
 
         Args:
-            asked: the reader's work on the draft.
-            before: accepted tokens of the tree before the reader.
-            first: accepted tokens of the tree after the first pass; `None` if passes are not
-                tracked separately and count as one.
-            gained: accepted tokens of the whole draft.
+            asked: the drafting model's work on the draft.
+            before: number of accepted tokens in the tree that the model was given.
+            first: number of accepted tokens in the tree after the first pass; `None` if all passes
+                are tracked as one.
+            gained: number of accepted tokens in the final draft.
         """
         if first is None:
             added, num_passes, seconds = gained - before, asked.num_passes, asked.seconds
@@ -184,23 +185,23 @@ def _sureness_of(tree: DraftTree) -> float:
 
 
 class AskedDraft:
-    """The passes and time that a reader spent on one draft.
+    """The passes and time that a drafting model spent on one draft.
 
     Args:
-        number: number of the reader.
-        tree: the tree before the reader.
-        num_behind: tokens of the sequence that the reader had not yet read.
+        number: number of the drafting model.
+        tree: the tree that the model was given.
+        num_behind: number of tokens of the sequence that the model had not yet read.
 
     Attributes:
-        number: as given.
-        tree: as given.
-        num_behind: as given.
-        first: the tree after the first pass, which reads the sequence; `None` if passes are not
-            tracked separately.
+        number: number of the drafting model.
+        tree: the tree that the model was given.
+        num_behind: number of tokens of the sequence that the model had not yet read.
+        first: the tree after the first pass, which reads the sequence; `None` if all passes are
+            tracked as one.
         first_s: seconds from the start to the end of the first pass.
         seconds: seconds of all passes, including the work between them.
-        reach: expected number of nodes of further passes that the target reaches.
-        num_passes: passes that the reader took.
+        reach: expected number of nodes in further passes that the target reaches.
+        num_passes: number of passes that the model took.
     """
 
     def __init__(self, number: int, tree: DraftTree, num_behind: int) -> None:
@@ -216,7 +217,8 @@ class AskedDraft:
         """Record a pass that has just ended; return its seconds.
 
         Args:
-            reach: expected number of its nodes that the target reaches; 0 for the first pass.
+            reach: expected number of nodes in the pass that the target reaches; 0 for the first
+                pass.
         """
         before, self.seconds = self.seconds, time.perf_counter() - self._start
         if self.num_passes == 0:

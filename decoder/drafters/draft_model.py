@@ -1,11 +1,12 @@
-"""A draft model that reads sequences and trees, optionally with a head for frequent tokens only.
+"""A draft model that extends draft trees, optionally with logits for frequent tokens only.
 
-A pass reads either new tokens of a sequence or nodes of a tree after it. `ModelReading` keeps the
-keys and values of drafted nodes, so that accepted nodes are not read again.
+A pass reads either new tokens of a sequence or nodes of the draft tree after it. `ModelReading`
+caches the keys and values of drafted nodes, so that accepted nodes are not read again.
 
-The trimmed head computes logits only for the frequent part of the vocabulary. A small model spends
-most of its time in its head, and most tokens that it drafts are frequent (FR-Spec, Zhao et al.,
-2025, arXiv:2502.14856). The output does not change, because the target verifies every draft.
+A trimmed output layer computes logits only for the frequent part of the vocabulary. A small model
+spends most of its time in its output layer, and most tokens that it drafts are frequent (FR-Spec,
+Zhao et al., 2025, arXiv:2502.14856). The output does not change, because the target verifies every
+draft.
 """
 
 from collections import OrderedDict
@@ -42,26 +43,30 @@ from retriever.tree import ROOT, Source
 _log = getLogger(__name__)
 
 _ROUNDING: Final = 16
-"""Most by which two ways to compute the same logits may differ, in units of the dtype's epsilon."""
+"""Largest allowed difference between the same logits computed in two ways, in units of the dtype's
+epsilon."""
 
 _PROBE_TOKENS: Final = 4
-"""Tokens in the pass that compares both ways: a few rows show a difference and cost little."""
+"""Tokens in the pass that compares the two ways: a few rows are enough to show a difference, and
+cost little."""
 
 _HIDDEN_CHANGES: Final = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Settings that change logits after the head; a probe may be too small to show their effect."""
+"""Model settings that change logits after the output layer; the comparison may be too small to show
+their effect."""
 
 
 _MAX_CACHES: Final = 4
-"""Most sequences whose keys and values are kept; the least recently used one is evicted, and read
-again when it is next drafted for."""
+"""Most sequences whose keys and values are cached. The least recently used sequence is evicted, and
+read again when it next needs a draft."""
 
 
 def trimmed_head(
     model: PreTrainedModel, kept: TokenIds
 ) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return a head that maps states [rows, hidden size] to logits of the tokens `kept`, int32[n].
+    """Return an output layer that computes only the logits of the tokens `kept`, int32[n].
 
-    Returns `None` and logs a warning if the head is not plain; see `has_plain_head`.
+    It maps hidden states [rows, hidden size] to logits [rows, n]. Returns `None` and logs a warning
+    if the model's own output layer is not plain; see `has_plain_head`.
     """
     if not has_plain_head(model):
         _log.warning(
@@ -77,7 +82,7 @@ def trimmed_head(
 
 @torch.no_grad()
 def has_plain_head(model: PreTrainedModel) -> bool:
-    """Return whether logits are just the last hidden states times one matrix."""
+    """Return whether the model's logits are just its last hidden states times one matrix."""
     head = _head(model)
     if not isinstance(head, torch.nn.Linear) or model.base_model is model:
         return False
@@ -98,10 +103,10 @@ def _head(model: PreTrainedModel) -> Any:
 
 
 def _check_placing(model: PreTrainedModel) -> None:
-    """Refuse a draft model that is not in one process and on one device.
+    """Refuse a draft model that is spread over several processes or devices.
 
     Raises:
-        UnsupportedModelError: the message says how to load it.
+        UnsupportedModelError: the message says how to load the model.
     """
     refuse_shared(model, "No drafts come from a")
     if is_spread(model):
@@ -112,20 +117,20 @@ def _check_placing(model: PreTrainedModel) -> None:
 
 
 class DraftModel:
-    """A causal language model that reads sequences and expands drafts; it stores no sequences.
+    """A causal language model that expands drafts; it stores no state of sequences.
 
     Args:
-        model: a decoder-only model of transformers with sdpa or eager attention. Each pass runs its
-            modules in their current state.
-        vocabulary_size: token ids below it mean the same to this model and the target; if not
-            given, the model's number of embeddings, which may be padded.
-        kept: int32[n], the only tokens to draft, with a head that computes no others; all tokens if
-            not given or if the head is not plain.
+        model: a decoder-only transformers model with sdpa or eager attention. Each pass runs the
+            model's modules in their current state.
+        vocabulary_size: token ids below this size mean the same to this model and the target. If
+            not given, the model's number of embeddings, which may be padded.
+        kept: int32[n], the only tokens to draft, with no other logits computed. All tokens if not
+            given, or if the model's output layer is not plain.
 
     Attributes:
-        vocabulary_size: token ids below it may be read and drafted.
-        max_length: most tokens of a sequence; `None` if the model states no limit.
-        columns: int32[C], the token that each column of the logits stands for.
+        vocabulary_size: token ids below this size may be read and drafted.
+        max_length: most tokens of a sequence; `None` if the model's config sets no limit.
+        columns: int32[C], the token id of each column of the logits.
 
     Raises:
         UncroppableCacheError: rejected tokens cannot be removed from the model's state.
@@ -161,7 +166,7 @@ class DraftModel:
         return str(self._model.config.name_or_path or type(self._model).__name__)
 
     def new_cache(self) -> TreeCache:
-        """Return a cache for one sequence without windows: masks apply them, branches included."""
+        """Return an untrimmed cache for one sequence; masks apply sliding windows."""
         return TreeCache([None] * self._num_layers)
 
     @torch.no_grad()
@@ -171,17 +176,18 @@ class DraftModel:
         """Read the next tokens of a sequence, or the last nodes of a tree after it.
 
         Args:
-            cache: the sequence's cache, with everything before these tokens.
-            tokens: int32[n], at least one.
-            start: tokens of the sequence that the cache holds.
-            rows: rows of the tree, the last n of which are read; `None` for tokens of the sequence.
+            cache: the sequence's cache, which holds everything before these tokens.
+            tokens: int32[n], ids of the tokens to read, n at least 1.
+            start: number of the sequence's tokens that the cache holds.
+            rows: rows of the tree, of which the last n are read; `None` to read the sequence
+                itself.
 
         Returns:
-            [n, C], the logits after each node; for tokens of the sequence [1, C], after the last
-            one.
+            [n, C], the logits after each node; for tokens of the sequence [1, C], the logits after
+            the last token.
         """
         num_logits = 1 if rows is None else len(tokens)
-        if len(tokens) == 1 and rows is None:  # no mask is built, but there may be a window
+        if len(tokens) == 1 and rows is None:  # without rows no mask applies a window
             rows = TreeRows.in_line(1, start)
         positions = np.arange(start, start + len(tokens)) if rows is None else rows.positions
         device = self._user.device
@@ -199,7 +205,7 @@ class DraftModel:
 
 
 def _layers(model: PreTrainedModel) -> tuple[tuple[str, int | None], ...]:
-    """Return the type and window of every layer."""
+    """Return the type and the sliding window of every layer."""
     compatibility = compatibility_of(model)
     if compatibility.capability is not Capability.TREES or compatibility.layers is None:
         raise UncroppableCacheError(
@@ -226,17 +232,17 @@ def _checked_kept(kept: TokenIds, vocabulary_size: int) -> TokenIds:
     unique = np.unique(kept).astype(np.int32)
     if len(unique) == 0 or unique[0] < 0 or unique[-1] >= vocabulary_size:
         raise VocabularyMismatchError(
-            f"the tokens that a draft model keeps must be some of its {vocabulary_size}"
+            f"a trimmed vocabulary must hold at least one token id, all below {vocabulary_size}"
         )
     return unique
 
 
 class ModelReader:
-    """Reads whole trees in one pass and continues from there; a `TreeReader`.
+    """A `TreeReader` with a draft model, which reads whole trees in one pass.
 
     Args:
         model: the draft model, with the target's vocabulary.
-        max_caches: most sequences whose keys and values are kept.
+        max_caches: most sequences whose keys and values are cached.
     """
 
     max_depth: int | None = None
@@ -252,28 +258,28 @@ class ModelReader:
         self._cached: OrderedDict[ModelReading, None] = OrderedDict()
 
     def follow(self, sequence: TokenSequence) -> "ModelReading":
-        """Return the reading of a sequence; see `TreeReader`."""
+        """Return the draft model's state for a sequence; see `TreeReader`."""
         return ModelReading(self, sequence)
 
     def keep(self, reading: "ModelReading") -> None:
-        """Mark a reading's cache as used; evict the least recently used cache beyond the limit."""
+        """Mark a sequence's cache as used; beyond the limit, evict the least recently used."""
         self._cached[reading] = None
         self._cached.move_to_end(reading)
         if len(self._cached) > self._max_caches:
             next(iter(self._cached)).close()
 
     def forget(self, reading: "ModelReading") -> None:
-        """Record that a reading's keys and values are gone."""
+        """Record that a sequence's keys and values were dropped."""
         self._cached.pop(reading, None)
 
 
 class ModelReading:
-    """A draft model's reading of one sequence; see `SequenceReader`.
+    """A draft model's state for one sequence and its draft tree; see `SequenceReader`.
 
     Accepted nodes are not read again.
 
     Args:
-        reader: the reader that this reading belongs to.
+        reader: the draft model's reader, which limits the number of caches.
         sequence: the sequence, which its owner extends.
     """
 
@@ -288,7 +294,7 @@ class ModelReading:
 
     @torch.no_grad()
     def begin(self) -> torch.Tensor | None:
-        """Read the new tokens, except those of a drafted branch; see `SequenceReader.begin`."""
+        """Read the new tokens, except those cached as draft nodes; see `SequenceReader.begin`."""
         tokens = self._sequence.tokens
         self._check_room(len(tokens))
         self._check_known(tokens[self._num_checked :])
@@ -302,7 +308,7 @@ class ModelReading:
         return logits
 
     def read(self, tokens: list[int], parents: list[int]) -> torch.Tensor:
-        """Read nodes after the sequence; see `SequenceReader.read`."""
+        """Read draft nodes after the sequence; see `SequenceReader.read`."""
         rows = self._rows.extended(parents)
         self._check_room(rows.past + 1 + int(rows.depths.max()))
         logits = self._model.read(self._cache, np.array(tokens, np.int32), rows.past, rows)
@@ -311,7 +317,7 @@ class ModelReading:
         return logits
 
     def learn(self, verified: Verified) -> None:
-        """Learn nothing: this reader only uses tokens."""
+        """Learn nothing: a draft model reads only tokens."""
 
     def close(self) -> None:
         """Drop the keys and values; see `SequenceReader.close`."""
@@ -320,13 +326,13 @@ class ModelReading:
         self._begin_tree(0)
 
     def _begin_tree(self, length: int) -> None:
-        """Record how many tokens of the sequence the cache holds, without nodes after them."""
+        """Begin an empty tree after `length` cached tokens of the sequence."""
         self._length = length
         self._rows = TreeRows.of((), length)
-        self._edges: list[tuple[int, int]] = []  # parent row and token of each row
+        self._edges: list[tuple[int, int]] = []  # each row's parent row and token
 
     def _keep_branch(self, tokens: TokenIds) -> None:
-        """Keep only the sequence's prefix and the branch that it took in the cache."""
+        """Cut the cache to the sequence's prefix and the tree branch that the sequence took."""
         path = self._followed(tokens[self._length : -1])
         length = min(self._length, len(tokens) - 1)
         if path:
@@ -337,7 +343,7 @@ class ModelReading:
         self._length = length + len(path)
 
     def _followed(self, tokens: TokenIds) -> list[int]:
-        """Return the rows of the branch that matches the sequence's new tokens."""
+        """Return the tree rows whose tokens match the sequence's new tokens."""
         rows = {edge: row for row, edge in enumerate(self._edges)}
         path: list[int] = []
         row = ROOT
@@ -363,16 +369,16 @@ class ModelReading:
 def frequent_tokens(indexes: Sequence[Index], size: int) -> TokenIds:
     """Return the most frequent tokens of open indexes.
 
-    A draft model that computes only these tokens is faster and loses few drafts (FR-Spec: Zhao et
-    al., 2025, arXiv:2502.14856). Counts are rounded as in phrase tables, by at most 6% for single
-    tokens. Among equally frequent tokens the lowest ids are taken.
+    A draft model that computes logits only for these tokens is faster and loses few drafts
+    (FR-Spec: Zhao et al., 2025, arXiv:2502.14856). Counts are rounded as in phrase tables, by at
+    most 6% for single tokens. Of equally frequent tokens, those with the lowest ids are taken.
 
     Args:
-        indexes: indexes of one vocabulary.
+        indexes: open indexes with the same vocabulary.
         size: most tokens to return.
 
     Returns:
-        int32[n], ascending; fewer than `size` if fewer occur.
+        int32[n], token ids in ascending order; fewer than `size` if fewer tokens occur.
 
     Raises:
         InvalidRequestError: the indexes have different vocabularies.

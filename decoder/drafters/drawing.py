@@ -1,19 +1,20 @@
-"""Drafts for sampling: randomly drawn tokens among retrieved ones.
+"""Drafts for sampled output: sampled tokens added to trees of retrieved tokens.
 
-Verification uses the distributions that the tokens were drawn from (multi-candidate rejection),
-which accepts more under sampling. The shape of a tree is fixed before its first token is drawn. It
-depends only on how often the first, second, ... draw below a node was kept recently (the best tree
-of a given size: Sequoia, Chen et al., 2024, arXiv:2402.12374). So no token influences its own place
-in the tree, and verification stays exact.
+Verification uses the distributions from which the draft tokens were sampled (multi-candidate
+rejection), which accepts more tokens if the output is sampled. The shape of a tree is fixed before
+its first token is sampled. It depends only on how often the first, second, ... sample below a node
+was accepted recently (the best tree of a given size: Sequoia, Chen et al., 2024, arXiv:2402.12374).
+So no token influences its own place in the tree, and verification stays exact.
 
-A shape grows best-first: it holds the most probable paths known so far, and each pass of the model
-expands the most probable nodes that may have more of them below (SpecExec, Svirschevski et al.,
-2024, arXiv:2406.02532), several nodes in a pass as in EAGLE-2 (Li et al., 2024, arXiv:2406.16858).
+The shape grows best-first: it holds the most probable paths known so far. Each pass of the model
+expands the most probable nodes below which there may be more such paths (SpecExec, Svirschevski et
+al., 2024, arXiv:2406.02532). A pass expands several nodes, as in EAGLE-2 (Li et al., 2024,
+arXiv:2406.16858).
 
-Certain nodes, such as retrieved ones, take part in the plan with probabilities that no draw has
-influenced. Below a node with certain children, tokens are drawn from the distribution without those
-children, and verification gets that distribution as the proposal. So a token is never both certain
-and drawn, no draw is spent on a token that is already there, and no draw is dropped because of its
+Nodes that are not sampled, such as retrieved ones, are called certain. They are planned with
+probabilities that no sample has influenced. Below a node with certain children, tokens are sampled
+from the distribution without those children, and verification gets that distribution as the
+proposal. So no token is both certain and sampled, and no sample is wasted or dropped because of its
 value.
 """
 
@@ -46,35 +47,38 @@ from retriever.follower import DraftLimits
 from retriever.tree import ROOT, DraftTree
 
 MAX_SIBLINGS: Final = 8
-"""Most draws below one node. Each later draw is kept less often, with the prior below the eighth in
-0.1% of nodes, so more draws would take room in the tree and gain hardly anything."""
+"""Most tokens sampled below one node. Each further sample is accepted less often; with the prior,
+samples after the eighth are accepted at 0.1% of nodes. So more samples would fill the tree and gain
+hardly anything."""
 
 _DECAY: Final = 0.99
-"""A memory of about a hundred nodes with a draw of that rank: a share of 0.5 is known to ±0.05."""
+"""Averages over about 100 nodes with a sample of the same rank, so that a share of 0.5 is known to
+±0.05."""
 
 _PRIOR_SHARE: Final = 0.6
-"""Prior share of draws kept among those reached: a guess between a model that draws exactly as the
-target does (1) and one that predicts it poorly."""
+"""Prior share of the samples reached by the target that it accepts: a guess between a model that
+samples exactly as the target does (1) and a model that predicts the target poorly."""
 
 _LEAST_LEFT: Final = 1e-3
-"""Least share that certain nodes leave to draws: their probabilities are estimates."""
+"""Least share of probability that certain nodes leave to samples, because their probabilities are
+only estimates."""
 
 _PRIOR_WEIGHT: Final = 2.0
-"""Weight of the prior in nodes: a few outcomes outweigh it."""
+"""Weight of the prior, as a number of nodes: a few observed nodes outweigh it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How drafts are drawn; settings equal to the target's sampling have the highest acceptance.
+    """How draft tokens are sampled; acceptance is highest with the output's own settings.
 
     Attributes:
-        temperature: logits are divided by it; more than zero.
-        top_k: draw only from this many most probable tokens; `None` for all.
-        top_p: draw only from the most probable tokens that make up this probability; 1 for all.
-        seed: seed of the draws, which are independent of the target's sampling.
+        temperature: divisor of the logits; more than zero.
+        top_k: sample only from this many most probable tokens; `None` for all.
+        top_p: sample only from the most probable tokens that make up this probability; 1 for all.
+        seed: seed of the draft tokens, which are sampled independently of the output.
 
     Raises:
-        ContradictoryOptionsError: a setting leaves nothing to draw.
+        ContradictoryOptionsError: the settings leave no token to sample.
     """
 
     temperature: float = 1.0
@@ -85,16 +89,16 @@ class Draws:
     def __post_init__(self) -> None:
         if not self.temperature > 0:
             raise ContradictoryOptionsError(
-                f"drafts cannot be drawn at temperature {self.temperature}: give more than 0, "
-                "or draft without drawing"
+                f"drafts cannot be sampled at temperature {self.temperature}: give more than 0, "
+                "or draft without sampling"
             )
         if (self.top_k is not None and self.top_k < 1) or not 0 < self.top_p <= 1:
             raise ContradictoryOptionsError(
-                f"top_k {self.top_k} and top_p {self.top_p} leave no token to draw"
+                f"top_k {self.top_k} and top_p {self.top_p} leave no token to sample"
             )
 
     def distributions(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return float32[rows, C], the distributions to draw from; each row sums to 1."""
+        """Return float32[rows, C], the distributions to sample from; each row sums to 1."""
         warpers = LogitsProcessorList([TemperatureLogitsWarper(self.temperature)])
         if self.top_k is not None:
             warpers.append(TopKLogitsWarper(self.top_k))
@@ -106,9 +110,9 @@ class Draws:
 
 
 class RankRates:
-    """How often the first, second, ... draw below a kept node is kept itself.
+    """How often the first, second, ... sample below an accepted node is accepted itself.
 
-    Exponentially decaying shares with a geometric prior.
+    The shares decay exponentially and start from a geometric prior.
     """
 
     def __init__(self) -> None:
@@ -116,15 +120,15 @@ class RankRates:
         self._drawn = np.full(MAX_SIBLINGS, _PRIOR_WEIGHT)
 
     def rates(self) -> NDArray[np.float64]:
-        """Return float64[8], shares by rank, descending and between 0 and 1."""
+        """Return float64[8], the share of accepted samples by rank, descending, from 1 to 0."""
         return np.minimum.accumulate(np.minimum(self._kept / self._drawn, 1.0))
 
     def learn(self, tree: DraftTree, committed: TokenIds) -> None:
-        """Learn which draws of a tree were kept, relative to the share that certain siblings leave.
+        """Learn which samples of a tree were accepted, relative to what certain siblings leave.
 
         Args:
-            tree: the drawn tree.
-            committed: int32[n], the tokens committed after it, at least one.
+            tree: the verified tree with sampled tokens.
+            committed: int32[n], the tokens committed after the draft, n at least 1.
         """
         path = tree.follow(committed).tolist()
         is_drawn = (
@@ -141,7 +145,7 @@ class RankRates:
 
 
 def shares_left(tree: DraftTree, is_certain: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Return float64[N + 1], the share of each node that its certain children leave; root last."""
+    """Return float64[N + 1], each node's share that its certain children leave; root last."""
     left = np.ones(len(tree) + 1)
     above = np.append(tree.probabilities, 1.0).astype(np.float64)
     for node in np.flatnonzero(is_certain).tolist():
@@ -151,15 +155,15 @@ def shares_left(tree: DraftTree, is_certain: NDArray[np.bool_]) -> NDArray[np.fl
 
 
 def drawn_below(distribution: torch.Tensor, count: int, random: np.random.Generator) -> list[int]:
-    """Draw tokens one after another without replacement.
+    """Sample tokens one after another without replacement.
 
     Args:
-        distribution: float32[C], non-negative.
-        count: number of draws; fewer are made if no more tokens have a probability.
+        distribution: float32[C], non-negative probabilities of the columns.
+        count: number of tokens to sample; fewer if no more tokens have a probability.
         random: generator of random numbers.
 
     Returns:
-        Columns in the order in which they were drawn.
+        Columns in the order in which they were sampled.
     """
     left = distribution.double().numpy().copy()
     columns: list[int] = []
@@ -174,25 +178,25 @@ def drawn_below(distribution: torch.Tensor, count: int, random: np.random.Genera
 
 
 Children = tuple[TokenIds, NDArray[np.float64]]
-"""Candidates for the children of one node: tokens int32[n], and float64[n], the logarithms of their
-probabilities given the node, descending and at most 0."""
+"""Candidates for the children of one node: int32[n], their tokens, and float64[n], their
+log-probabilities given the node, in descending order."""
 
 
 class Frontier:
-    """The most probable nodes known so far and which of them were expanded.
+    """The most probable nodes known so far, and which of these were expanded.
 
     Nodes are numbered in the order in which they are added, so parents precede children.
 
     Args:
-        max_nodes: most nodes to keep.
-        min_log_probability: least log-probability of a path; less probable nodes are never kept.
+        max_nodes: most nodes that the tree keeps.
+        min_log_probability: least log-probability of a path; less probable nodes are not added.
         max_depth: nodes at this depth are not expanded; `None` for no limit.
 
     Attributes:
-        tokens: token of each node.
+        tokens: token id of each node.
         parents: number of each node's parent, or `ROOT`.
-        rows: row of each expanded node, in the order of expansion, and of the root.
-        kept: the nodes to keep, by descending probability.
+        rows: row of the root and of each expanded node, in the order of expansion.
+        kept: numbers of the nodes in the tree, by descending probability.
     """
 
     def __init__(
@@ -214,10 +218,10 @@ class Frontier:
         return np.array([self._log_probabilities[node] for node in nodes], np.float64)
 
     def worth_expanding(self, width: int) -> list[int]:
-        """Return the most probable nodes, at most `width`, below which there may be more to keep.
+        """Return up to `width` most probable nodes whose children may still enter the tree.
 
-        No node is more probable than its parent, so the last node of a full tree has nothing to
-        add.
+        No node is more probable than its parent, so children of a full tree's last node cannot
+        enter.
         """
         is_full = 0 < len(self.kept) == self._max_nodes
         least = self._log_probabilities[self.kept[-1]] if is_full else -np.inf
@@ -229,11 +233,11 @@ class Frontier:
         return list(islice(found, width))
 
     def plant(self, tree: DraftTree, readable: NDArray[np.bool_]) -> None:
-        """Add the nodes of a tree before any others; they keep their numbers.
+        """Add the nodes of a tree before any other nodes; they keep their numbers.
 
         Args:
             tree: N nodes, the most probable first.
-            readable: bool[N], which of them may be expanded after their parents.
+            readable: bool[N], which nodes may be expanded after their parents.
         """
         with np.errstate(divide="ignore"):
             logarithms = np.log(tree.probabilities.astype(np.float64)).tolist()
@@ -244,7 +248,7 @@ class Frontier:
         self._keep(range(min(len(tree), self._max_nodes)))
 
     def expand(self, nodes: list[int], children: list[Children]) -> None:
-        """Add the children of nodes, or of the sequence itself (`ROOT`)."""
+        """Add children below nodes, or below the sequence itself (`ROOT`)."""
         num_known = len(self.tokens)
         for node, (tokens, log_probabilities) in zip(nodes, children, strict=True):
             above, depth = 0.0, 1
@@ -270,19 +274,19 @@ class Frontier:
         self._is_expandable.append(is_expandable and is_shallow)
 
     def _keep(self, candidates: Sequence[int]) -> None:
-        """Keep the most probable nodes; among equals the first."""
+        """Keep the most probable nodes; of equally probable nodes, the first."""
         values = self._log_probabilities
         probable = [node for node in candidates if values[node] >= self._min_log_probability]
         self.kept = sorted(probable, key=values.__getitem__, reverse=True)[: self._max_nodes]
 
 
 class Filling:
-    """Fills a planned shape, which has certain nodes and places for draws, with drawn tokens.
+    """Samples tokens for the free places of a planned tree, which also has certain nodes.
 
     Args:
-        plan: the shape. Places for draws carry the rank of their draw instead of a token.
+        plan: the planned tree. A free place has the rank of its sample instead of a token.
         certain: the first nodes of the plan, which already have tokens.
-        reader: the model to draw the others from.
+        reader: the drafting model to sample the other tokens from.
         random: generator of random numbers.
     """
 
@@ -309,18 +313,18 @@ class Filling:
         self._distributions: list[torch.Tensor] = []
 
     def to_expand(self, planned: list[int]) -> list[int]:
-        """Return the planned nodes that have a token and a draw below them in the plan."""
+        """Return those planned nodes that have a token and free places below them."""
         return [node for node in planned if node in self._tokens and node in self._to_read]
 
     def edges(self, nodes: list[int]) -> tuple[list[int], list[int]]:
-        """Return the tokens of nodes to read and the rows of their parents."""
+        """Return the tokens of the nodes to read, and the rows of their parents."""
         parents = [self._read[self._plan.parents[node]] for node in nodes]
         for node in nodes:
             self._read[node] = len(self._read) - 1
         return [self._tokens[node] for node in nodes], parents
 
     def take(self, nodes: list[int], distributions: torch.Tensor) -> None:
-        """Draw the children of nodes from distributions [n, C] over the reader's columns."""
+        """Sample the children of n nodes from distributions [n, C] over the model's columns."""
         columns = self._reader.columns
         for node, distribution in zip(nodes, distributions.cpu(), strict=True):
             children = self._children.get(node, [])
@@ -334,7 +338,7 @@ class Filling:
                 self._distributions.append(left)
 
     def tree(self, num_tokens: int) -> SampledTree:
-        """Return the planned nodes that have a token, with proposals over `num_tokens` tokens."""
+        """Return the planned nodes that have a token, with proposals [rows, num_tokens]."""
         nodes = [node for node in self._plan.kept if node in self._tokens]
         places = {ROOT: ROOT} | {node: place for place, node in enumerate(nodes)}
         return SampledTree(
@@ -347,13 +351,13 @@ class Filling:
         )
 
     def _note_path(self, node: int) -> None:
-        """Mark a node and its ancestors as nodes to read."""
+        """Mark a node and its ancestors for reading."""
         while node not in self._to_read:
             self._to_read.add(node)
             node = self._plan.parents[node]
 
     def _proposals(self, num_tokens: int) -> torch.Tensor:
-        """Return float32[rows, num_tokens], the proposals; zero for tokens unknown to the model."""
+        """Return float32[rows, num_tokens], the proposals; zero for tokens that the model lacks."""
         proposals = torch.zeros(len(self._distributions), num_tokens)
         if self._distributions:
             columns = torch.from_numpy(self._reader.columns.astype(np.int64))
@@ -364,9 +368,9 @@ class Filling:
 def _without_named(
     distribution: torch.Tensor, columns: NDArray[np.int32], named: list[int]
 ) -> torch.Tensor:
-    """Return float32[C], a distribution without the certain siblings, normalised.
+    """Return float32[C], a distribution normalised without the certain siblings' tokens.
 
-    Zero everywhere if they leave nothing.
+    It is zero everywhere if the siblings leave no probability.
     """
     if not named:
         return distribution
@@ -377,32 +381,34 @@ def _without_named(
 
 
 class DrawnFusion(FusedDrafter):
-    """Merges retrieved trees with draws from a model; a `Drafter` that learns from passes.
+    """Adds tokens sampled from a model to retrieved trees; a `Drafter` that learns from passes.
 
-    A draft is a `SampledTree`. Its shape is planned before anything is drawn: from the tree of the
-    fast drafters and recycled logits, which does not depend on draws, and from how often the first,
-    second, ... draw below a node was kept recently. Then tokens are drawn into it, one pass of the
-    model at a time (`Filling`). So a node's place never depends on its own token, and
-    multi-candidate rejection preserves the target's distribution
-    (`decoder.sampling.choice.Rejection`), in the whole tree and in each of its prefixes.
+    A draft is a `SampledTree`. Its shape is planned before any token is sampled. The plan uses the
+    tree of the fast drafters and recycled logits, which does not depend on samples. It also uses
+    how often the first, second, ... sample below a node was accepted recently. Then tokens are
+    sampled for the free places, one pass of the model at a time (`Filling`). So a node's place
+    never depends on its own token. That is why multi-candidate rejection preserves the target's
+    distribution (`decoder.sampling.choice.Rejection`), in the whole tree and in each of its
+    prefixes.
 
-    The reader that draws is chosen before it reads: the first one that is expected to pay.
+    Of several drafting models, the first that is expected to pay off provides the samples; it is
+    chosen before its pass.
 
     Args:
         drafters: drafters that answer in microseconds, such as retrieval.
-        limits: which tokens target and drafters know.
-        readers: models to draw from, the fastest first.
-        draws: how to draw; settings equal to the target's sampling have the highest acceptance.
-        recycled: likely tokens of earlier passes; `None` for none.
-        costs: costs of the readers' passes; measured if not given.
+        limits: vocabulary sizes of the target and the drafters.
+        readers: drafting models to sample from, the fastest first.
+        draws: how to sample; acceptance is highest with the output's own settings.
+        recycled: likely tokens from earlier passes of the target; `None` for none.
+        costs: seconds of the target's and the drafting models' passes; measured if not given.
 
     Raises:
-        VocabularyMismatchError: a reader proposes tokens that the target does not know.
+        VocabularyMismatchError: a drafting model proposes tokens that the target lacks.
     """
 
     _asks_all = False
 
-    def __init__(  # noqa: PLR0913  as `FusedDrafter`, and how to draw
+    def __init__(  # noqa: PLR0913  as `FusedDrafter`, and how to sample
         self,
         drafters: Sequence[Drafter],
         limits: DraftLimits,
@@ -421,7 +427,7 @@ class DrawnFusion(FusedDrafter):
         )
 
     def take_in(self, sequence: FusedSequence, verified: Verified) -> Hints:
-        """Learn from a pass, including how often draws of each rank are kept."""
+        """Learn from a pass, also how often samples of each rank are accepted."""
         if sequence.has_drafted and sequence.asked and len(verified.tree):
             came = np.append(verified.tree.token_ids[verified.path], verified.next_token)
             self._rates[sequence.asked[0].number].learn(verified.tree, came.astype(np.int32))
@@ -430,7 +436,7 @@ class DrawnFusion(FusedDrafter):
     def _read(
         self, sequence: FusedSequence, asked: AskedDraft, budget_nodes: int, floor: float
     ) -> SampledTree:
-        """Return a tree of certain and drawn nodes."""
+        """Return a tree of certain and sampled nodes."""
         read, number = sequence.read, asked.number
         plan, passes = self._planned(asked, budget_nodes, floor)
         filling = Filling(plan, asked.tree, self._readers.all[number], self._random)
@@ -446,13 +452,13 @@ class DrawnFusion(FusedDrafter):
             filling.take(nodes, self._distributions(read, number, first, len(nodes)))
             reach = float(np.exp(plan.log_probabilities(nodes)).sum())
             self._readers.rules[number].record_pass(asked.note_pass(reach))
-        read.drop()  # weights learn without readers, as the certain tree was made
+        read.drop()  # weights learn from the certain tree, which no model extended
         return filling.tree(self._num_tokens)
 
     def _planned(
         self, asked: AskedDraft, budget_nodes: int, floor: float
     ) -> tuple[Frontier, list[list[int]]]:
-        """Return the best shape before anything is drawn and the nodes of each pass."""
+        """Return the best shape before any token is sampled, and the nodes of each pass."""
         rule, certain = self._readers.rules[asked.number], asked.tree
         rates = self._rates[asked.number].rates()
         ranks = np.flatnonzero(rates > 0).astype(np.int32)
@@ -475,7 +481,7 @@ class DrawnFusion(FusedDrafter):
         return plan, passes
 
     def _distributions(self, read: ReadTree, number: int, first: int, count: int) -> torch.Tensor:
-        """Return float32[count, C], the distributions to draw from a reader's rows."""
+        """Return float32[count, C], the distributions to sample from, for a model's rows."""
         width = len(self._readers.all[number].columns)
         rows = read.readings.logits[number, first : first + count, :width]
         return self._draws.distributions(torch.from_numpy(rows))

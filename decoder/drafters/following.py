@@ -1,4 +1,4 @@
-"""Drafting for the sequences of a decoding loop and learning from its passes."""
+"""The loop's interface to drafters: they draft for sequences and learn from passes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from retriever.follower import DraftLimits, Follower, Followers
 from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
 
-if TYPE_CHECKING:  # drafters in engines without torch also learn from passes
+if TYPE_CHECKING:  # engines without torch also let drafters learn
     import torch
 
     from decoder.model.states import States
@@ -23,19 +23,18 @@ if TYPE_CHECKING:  # drafters in engines without torch also learn from passes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verified:
-    """A pass of the target over a tree, and its outcome.
+    """A pass of the target over a draft tree, and the pass's outcome.
 
     Attributes:
-        last_token: the last committed token, which the tree's first tokens follow.
-        tree: the tree that was verified, N nodes.
+        last_token: the last committed token before the tree.
+        tree: the verified tree, N nodes.
         logits: [1 + N, vocabulary], the target's logits after the last token and after each node,
-            on its device; raw, without temperature or penalties.
-        path: int64[k], the accepted nodes.
-        next_token: the target's choice after them.
-        states: the hidden states that the drafter asked for, [1 + N, hidden size] each: a row for
-            the last token and for each node; in a sequence's first pass a row for every token of
-            the prompt.
-        choices: the choices that the pass made along with its logits, if any.
+            on the target's device; raw, without temperature or penalties.
+        path: int64[k], the accepted nodes, from the root down.
+        next_token: the target's token after the accepted nodes.
+        states: the hidden states that the drafter needs, each [1 + N, hidden size]: a row for the
+            last token and for each node. In a sequence's first pass: a row for each prompt token.
+        choices: the tokens that the pass itself chose from its logits, if any.
     """
 
     last_token: int
@@ -48,14 +47,14 @@ class Verified:
 
 
 class SequenceDrafter(Protocol):
-    """A drafter of one sequence: a `Follower`, or a drafter's own class of the same form.
+    """The drafter of one sequence: a `Follower`, or a drafter's own class with the same methods.
 
-    It shares the loop's sequence, so it sees the committed tokens by itself.
+    It shares the loop's sequence object, so it sees the committed tokens.
     """
 
     @property
     def num_failures(self) -> int:
-        """Drafts that failed or were refused."""
+        """Number of drafts that failed or were refused."""
         ...
 
     def draft(self, budget_nodes: int, min_probability: float = 0.0) -> DraftTree:
@@ -63,7 +62,7 @@ class SequenceDrafter(Protocol):
         ...
 
     def learn(self, verified: Verified) -> None:
-        """Learn from a pass over the last draft or a part of it, before its path is committed."""
+        """Learn from a pass over the last draft or a part of it, before the path is committed."""
         ...
 
     def close(self) -> None:
@@ -72,7 +71,7 @@ class SequenceDrafter(Protocol):
 
 
 NO_TABLE: Final = Table.of(4, NUM_FOUND)
-"""Stand-in for recycled logits if there are none."""
+"""Empty table, used if there are no recycled logits."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,12 +79,12 @@ class PendingPass:
     """One sequence's part in a running pass of the target, and the pass's likely outcomes.
 
     Attributes:
-        tokens: int32[n], the committed tokens, at least one; a view that does not change.
-        proposed: the tree that its drafter proposed.
-        verified: the tree that is being verified; any tree.
-        most: most outcomes to find.
+        tokens: int32[n], the committed tokens, n at least 1; a view that does not change.
+        proposed: the tree that the sequence's drafter proposed.
+        verified: the tree that the pass verifies; any tree.
+        most: largest number of outcomes to find.
         max_tokens: most tokens of each outcome.
-        table: recycled logits. They may be written to meanwhile, so the outcomes are only guesses.
+        table: recycled logits. Another thread may write to them, so the outcomes are only guesses.
     """
 
     tokens: TokenIds
@@ -99,8 +98,9 @@ class PendingPass:
     def outcomes(self) -> list[TokenIds]:
         """Return likely outcomes, int32[k] each with k at least 1, the likeliest first.
 
-        An outcome is an accepted path of the verified tree and a token that does not continue it in
-        the tree. This is called outside the loop's thread, so the pass does not wait for it.
+        An outcome is a path of the verified tree that may be accepted, and a next token that is not
+        in the tree. This method is called outside the loop's thread, so the pass does not wait for
+        it.
         """
         if self._outcomes is None:
             self._outcomes = self._find()
@@ -125,35 +125,36 @@ class PendingPass:
 
 
 def prepare_outcomes() -> None:
-    """Compile or load the kernel that finds outcomes, to be ready before the first pass ends."""
+    """Compile or load the kernel that finds outcomes, so that no pass waits for a compiler."""
     PendingPass(np.zeros(1, np.int32), DraftTree.empty(), DraftTree.empty(), 1, 1).outcomes()
 
 
 Likely = tuple[Any, int, PendingPass]
-"""A drafter of one sequence, the most nodes of each tree, and the pass to draft after."""
+"""The drafter of one sequence, the most nodes of each tree, and the running pass to draft after."""
 
 
 @runtime_checkable
 class FollowingDrafter(Protocol):
-    """Makes the drafters of sequences: the interface that a decoding loop uses for any drafter.
+    """Creates a drafter for each sequence: the interface that a decoding loop uses for any drafter.
 
-    A drafter composed of others implements it; `following` adapts any other drafter.
+    Drafters composed of other drafters implement it; `following` adapts any other drafter.
     """
 
     @property
     def states(self) -> frozenset[int]:
-        """Numbers of the target's hidden states that it learns from; see `decoder.model.states`."""
+        """Numbers of the hidden states that the drafter needs; see `decoder.model.states`."""
         ...
 
     def follow(self, sequence: TokenSequence, limits: DraftLimits | None = None) -> SequenceDrafter:
         """Return the drafter of one sequence, with its sessions open.
 
         Args:
-            sequence: the committed tokens, which the owner extends.
-            limits: the tokens that the model and the drafter know, within the drafter's own limits.
+            sequence: the sequence of committed tokens, which its owner extends.
+            limits: vocabulary sizes of the model and the drafter, in addition to the drafter's own
+                limits.
 
         Raises:
-            InvalidRequestError: a prompt is refused.
+            InvalidRequestError: the drafter refuses the prompt.
         """
         ...
 
@@ -161,29 +162,28 @@ class FollowingDrafter(Protocol):
         """Return a tree for each of several sequences, in order; empty if there is no draft.
 
         Args:
-            asked: distinct drafters that `follow` made, with the most nodes of their trees.
+            asked: distinct drafters that `follow` returned, each with the most nodes of its tree.
         """
         ...
 
     def ask_ahead(self, asked: Sequence[Likely], busy_s: float) -> None:
-        """Let it draft for likely outcomes while the caller runs a pass of the target.
+        """Draft for likely outcomes while the caller runs a pass of the target.
 
-        The next `draft_together` uses the answers for the actual outcome; see
-        `Followers.ask_ahead`.
+        The next `draft_together` uses the draft for the actual outcome; see `Followers.ask_ahead`.
 
         Args:
-            asked: for each sequence, the drafter that `follow` made, the most nodes of each tree,
-                and its part in the pass.
-            busy_s: estimate of how long the caller will not draft, in seconds.
+            asked: for each sequence, the drafter that `follow` returned, the most nodes of each
+                tree, and the sequence's part in the pass.
+            busy_s: estimated seconds until the caller drafts again.
         """
         ...
 
 
 class FollowedDrafter:
-    """Adapts a drafter that has to be sent each sequence's tokens; a `FollowingDrafter`.
+    """A `FollowingDrafter` that sends each sequence's tokens to a drafter that needs them.
 
     Args:
-        followers: followers of the drafter; users that share them share its back-off.
+        followers: followers of the drafter; users with the same followers share its back-off.
     """
 
     states: frozenset[int] = frozenset()
@@ -208,7 +208,7 @@ class FollowedDrafter:
 
 
 def following(followers: Followers) -> FollowingDrafter:
-    """Return a `FollowingDrafter`: the drafter itself if it is one, else an adapter for it."""
+    """Return the drafter itself if it is a `FollowingDrafter`, else an adapter for it."""
     drafter = followers.drafter
     return drafter if isinstance(drafter, FollowingDrafter) else FollowedDrafter(followers)
 
@@ -222,11 +222,11 @@ class NoDrafter:
     """A drafter whose trees are always empty: decoding with it is plain decoding."""
 
     def open(self, session: str, prompt: TokenIds, options: SequenceOptions = DEFAULT) -> None:
-        """Begin a sequence; does nothing."""
+        """Begin a sequence; this does nothing."""
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Return an empty tree for each request."""
         return [DraftTree.empty() for _ in requests]
 
     def close(self, session: str, new_tokens: TokenIds | None = None) -> None:
-        """End a sequence."""
+        """End a sequence; this does nothing."""

@@ -1,14 +1,15 @@
-"""One draft tree from several drafters, models and the target's earlier logits.
+"""Fuses drafts of several drafters and models and the target's earlier logits into one tree.
 
 Trees are merged by longest common prefix, as in RASD (arXiv:2503.03434): a path that two trees
-share becomes one path, and the rest of each tree is grafted onto it. At every node, each source
-that knows the node gives probabilities for its children. A logistic model, which learns from every
-committed token, combines them into one probability: nodes that sources share gain, and nodes that a
-confident source lacks lose. The merged tree is cut to the budget.
+share becomes one path, and the rest of each tree continues from it. At every node, each source that
+knows the node gives probabilities for its children. A logistic model combines these into one
+probability for each child, and learns from every committed token. Nodes that several sources
+propose gain probability; nodes that a confident source lacks lose it. The merged tree is cut to the
+budget.
 
-Models read the merged tree while it grows: they give probabilities for all of its nodes and propose
-others below them. RASD prunes the first retrieved tokens with a draft model; here each reading is
-one more source, at every depth.
+Drafting models extend the merged tree while it grows: they give probabilities for its nodes and
+propose further nodes below them. RASD prunes the first retrieved tokens with a draft model; in this
+module each drafting model is one more source, at every depth.
 """
 
 import time
@@ -62,34 +63,36 @@ from retriever.sequences import (
 from retriever.tree import ROOT, DraftTree, Source
 
 RATE: Final = 0.2
-"""Learning rate, before division by the root of the squared gradients."""
+"""Learning rate of AdaGrad, before division by the root of the sum of squared gradients."""
 
 _CONSIDERED: Final = 1.5
-"""Nodes that a reader may read, relative to the budget: a reading moves nodes across the cut."""
+"""Nodes that a drafting model may read, as a multiple of the budget: its logits change which nodes
+are within the budget."""
 
 WIDTH: Final = 8
-"""Most nodes in a reader's pass: about as many as cost little more than one."""
+"""Most nodes in a drafting model's pass: about as many as cost little more than one node."""
 
 _FIRST_WIDTH: Final = 64
-"""Most nodes in the first pass of a reader that reads paths: usually the whole tree."""
+"""Most nodes in a model's first pass over the tree, if it reads paths: usually the whole tree."""
 
 MAX_PASSES: Final = 5
-"""Most passes of a reader for one draft, in addition to the one that reads the sequence."""
+"""Most passes of a drafting model for one draft, in addition to the pass that reads the
+sequence."""
 
 
 _LEAST_PROBABILITY: Final = 1e-4
-"""Less probable nodes are not considered: 256 of them together yield at most 0.026 tokens, and
-every candidate of a node has to be scored."""
+"""Least probability of a node in the tree. 256 less probable nodes together yield at most 0.026
+tokens, but each candidate has to be scored."""
 
 
 KERNELS: Final = RareKernels(__name__)
-"""Kernels of fused drafts; callers that must not wait for a compiler check whether they are
+"""Kernels of fused drafts; callers that must not wait for a compiler check whether these are
 ready."""
 
 
 @cache
 def warm() -> None:
-    """Compile or load the kernels for fusing with recycled logits, once per process."""
+    """Compile or load the kernels that fuse drafts with recycled logits, once per process."""
     size = 2 * NUM_FOUND
     drafter = FusedDrafter([NoDrafter()], DraftLimits(size, size), recycled=RecycledLogits(WAYS))
     sequence = drafter.follow(TokenSequence(np.zeros(NUM_ORDERS, np.int32)))
@@ -103,18 +106,18 @@ def warm() -> None:
 
 @dataclass(slots=True, eq=False)
 class FusedSequence:
-    """One sequence of a fused drafter; the decoding loop uses it like a `Follower`.
+    """The fused drafter of one sequence; the decoding loop uses it like a `Follower`.
 
-    Its members follow the sequence that the loop commits to. `FusedDrafter.follow` creates it.
+    Its members draft for the sequence to which the loop appends. `FusedDrafter.follow` creates it.
 
     Attributes:
-        drafter: fuses the trees and learns.
-        members: the drafters of this sequence.
-        read: the readers' readings of its tree.
-        sequence: the committed tokens, which the owner extends.
-        trees: trees of the last draft, one for each member.
-        asked: readers' work on the last draft.
-        hints: the target's other likely tokens at the position of the last one.
+        drafter: the drafter that fuses the trees and learns.
+        members: the sequence's drafter from each fused drafter.
+        read: the drafting models' logits for the sequence's tree.
+        sequence: the sequence of committed tokens, which its owner extends.
+        trees: the members' trees for the last draft, one for each member.
+        asked: the drafting models' work on the last draft.
+        hints: the target's other likely tokens at the position of the last token.
     """
 
     drafter: "FusedDrafter"
@@ -129,7 +132,7 @@ class FusedSequence:
 
     @property
     def num_failures(self) -> int:
-        """Number of members' drafts that failed or were refused, and of readers that failed."""
+        """Number of members' failed or refused drafts, plus the failed drafting models."""
         return sum(member.num_failures for member in self.members) + self.read.num_failures
 
     @property
@@ -138,14 +141,14 @@ class FusedSequence:
         return self._drafted_length == len(self.sequence)
 
     def context(self) -> TokenIds:
-        """Return int32[NUM_ORDERS], the last tokens, the latest first; -1 for missing ones."""
+        """Return int32[NUM_ORDERS], the last tokens, the latest first; -1 for missing tokens."""
         context = np.full(NUM_ORDERS, -1, np.int32)
         last = self.sequence.tokens[-NUM_ORDERS:]
         context[: len(last)] = last[::-1]
         return context
 
     def draft(self, budget_nodes: int, min_probability: float = 0.0) -> DraftTree:
-        """Ask the members, fuse their trees, and let models read the result if that pays."""
+        """Fuse the members' trees; let drafting models extend the result if that pays off."""
         return self.drafter.draft_together([(self, budget_nodes)], min_probability)[0]
 
     def take_trees(self, trees: list[DraftTree]) -> None:
@@ -154,12 +157,12 @@ class FusedSequence:
         self._drafted_length = len(self.sequence)
 
     def num_new(self) -> int:
-        """Return the number of new tokens since the last call; 0 at first, for the prompt."""
+        """Return the number of new tokens since the last call; 0 in the first call."""
         before, self._num_paced = self._num_paced, len(self.sequence)
         return 0 if before is None else self._num_paced - before
 
     def learn(self, verified: Verified) -> None:
-        """Learn from a pass which tokens the target found likely and how to weight each source."""
+        """Learn from a pass which tokens the target finds likely, and each source's weights."""
         for member in self.members:
             member.learn(verified)
         self.read.learn(verified)
@@ -174,31 +177,31 @@ class FusedSequence:
 
 
 class FusedDrafter(OfOneProcess):
-    """Merges the trees of other drafters into one; a `Drafter` that learns from passes.
+    """Merges the trees of other drafters into one tree; a `Drafter` that learns from passes.
 
-    A decoding loop uses `follow` with the sequence that it commits to and needs no session names;
-    for other callers it is an ordinary drafter. If a drafter or reader fails, only its share of the
-    tree is missing. Not thread-safe.
+    A decoding loop calls `follow` with its sequence and needs no session names. For other callers
+    this is an ordinary drafter. If a drafter or drafting model fails, only its nodes are missing.
+    Not thread-safe.
 
     Args:
         drafters: drafters that answer in microseconds, such as retrieval.
-        limits: which tokens target and drafters know.
-        readers: models that read the tree, the fastest first. Each is asked if its recent gain over
-            the tree before it was worth its time.
-        recycled: likely tokens of earlier passes; `None` for none.
-        costs: costs of the readers' passes; measured if not given.
+        limits: vocabulary sizes of the target and the drafters.
+        readers: drafting models, the fastest first. Each is called if the tokens that it recently
+            added to the tree saved more time than it took.
+        recycled: likely tokens from earlier passes of the target; `None` for none.
+        costs: seconds of the target's and the drafting models' passes; measured if not given.
         patience_s: see `Followers`.
 
     Attributes:
-        followers: followers of each drafter, in order; they count requests in time and ahead, and
-            failures.
+        followers: followers of each drafter, in order. They count requests answered in time, drafts
+            requested in advance, and failures.
 
     Raises:
-        VocabularyMismatchError: a reader proposes tokens that the target does not know.
+        VocabularyMismatchError: a drafting model proposes tokens that the target lacks.
     """
 
     _asks_all = True
-    """Whether every reader that is expected to pay reads the tree, or only the first one."""
+    """Whether all drafting models that may pay off extend the tree, or only the first."""
 
     def __init__(  # noqa: PLR0913  (the last four are options)
         self,
@@ -230,15 +233,15 @@ class FusedDrafter(OfOneProcess):
 
     @property
     def states(self) -> frozenset[int]:
-        """Numbers of the target's hidden states that it learns from; see `FollowingDrafter`."""
+        """Numbers of the target's hidden states that the drafter needs; see `FollowingDrafter`."""
         return self._readers.states
 
     def follow(self, sequence: TokenSequence, limits: DraftLimits | None = None) -> FusedSequence:
         """Return the drafter of one sequence; see `FollowingDrafter.follow`.
 
         Raises:
-            InvalidRequestError: the sequence is of another tenant than earlier ones, and recycled
-                logits would leak theirs.
+            InvalidRequestError: the sequence is of another tenant than earlier sequences, whose
+                tokens recycled logits would leak.
         """
         if self._recycled is not None:
             self._recycled.serve(sequence.options.tenant)
@@ -258,11 +261,11 @@ class FusedDrafter(OfOneProcess):
         self._sessions.add(session, self.follow(sequence))
 
     def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
-        """Add expected contents of a sequence; see `EmbeddedDrafter.add_predictions`."""
+        """Add texts that an output may contain; see `EmbeddedDrafter.add_predictions`."""
         self._sessions.get(session).sequence.expect(predictions)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        """Ask all drafters and fuse their trees; see `Drafter.draft`."""
+        """Request trees from all drafters and fuse them; see `Drafter.draft`."""
         check_named_once(requests)
         fused = [self._sessions.get(request.session) for request in requests]
         for request, each in zip(requests, fused, strict=True):
@@ -277,11 +280,11 @@ class FusedDrafter(OfOneProcess):
     def draft_together(
         self, asked: Sequence[tuple[FusedSequence, int]], min_probability: float = 0.0
     ) -> list[DraftTree]:
-        """Ask each drafter once for all sequences and fuse each sequence's trees.
+        """Call each drafter once for all sequences, and fuse each sequence's trees.
 
         Args:
-            asked: sequences, with the most nodes of their trees.
-            min_probability: nodes less probable than this are not worth sending.
+            asked: distinct sequences, each with the most nodes of its tree.
+            min_probability: least probability of the nodes in a tree.
         """
         self._note_pace([sequence for sequence, _ in asked])
         limits = [min(nodes, MAX_NODES) for _, nodes in asked]
@@ -301,9 +304,9 @@ class FusedDrafter(OfOneProcess):
     def ask_ahead(self, asked: Sequence[Likely], busy_s: float) -> None:
         """Let each drafter draft for likely outcomes; see `Followers.ask_ahead`.
 
-        The drafters answer ahead with their trees. These are fused when the outcome is known,
-        because recycled logits and readers need the target's pass. The recycled logits help to
-        predict likely outcomes.
+        The drafters return their trees in advance. The trees are fused when the outcome is known,
+        because recycled logits and drafting models need the target's pass. Recycled logits also
+        help to guess the likely outcomes.
         """
         if self._recycled is not None:
             asked = [
@@ -317,7 +320,7 @@ class FusedDrafter(OfOneProcess):
             drafter.ask_ahead(of_members, busy_s)
 
     def learn(self, session: str, verified: Verified) -> None:
-        """Learn from a pass over the session's last draft how to weight each source."""
+        """Learn each source's weights from a pass over the session's last draft."""
         self._sessions.get(session).learn(verified)
 
     def close(self, session: str, new_tokens: TokenIds | None = None) -> None:
@@ -328,14 +331,14 @@ class FusedDrafter(OfOneProcess):
         fused.close()
 
     def _note_pace(self, sequences: Sequence[FusedSequence]) -> None:
-        """Record the time and the new tokens of the step since the last drafts."""
+        """Record the time and the number of new tokens since the last drafts."""
         now, num_tokens = time.perf_counter(), sum(each.num_new() for each in sequences)
         if self._asked_at is not None and num_tokens:
             self._readers.pace.note(now - self._asked_at, num_tokens)
         self._asked_at = now
 
     def fuse(self, sequence: FusedSequence, budget_nodes: int, min_probability: float) -> DraftTree:
-        """Return one tree made of the members' trees, the recycled logits and the readings."""
+        """Fuse members' trees, recycled logits and drafting models' logits into a tree."""
         self._plant(sequence.trees)
         floor = max(min_probability, _LEAST_PROBABILITY)
         self._growth.contexts[0] = sequence.context()
@@ -352,7 +355,7 @@ class FusedDrafter(OfOneProcess):
         return tree
 
     def take_in(self, sequence: FusedSequence, verified: Verified) -> Hints:
-        """Learn from a pass; return the other likely tokens in place of the target's choice."""
+        """Learn from a pass; return the likely tokens that the target did not choose."""
         came = np.append(verified.tree.token_ids[verified.path], verified.next_token)
         came = came.astype(np.int32)
         if sequence.has_drafted:
@@ -366,7 +369,7 @@ class FusedDrafter(OfOneProcess):
     def _read(
         self, sequence: FusedSequence, asked: AskedDraft, budget_nodes: int, floor: float
     ) -> DraftTree:
-        """Let a reader read the tree and grow it with the result, as long as that pays."""
+        """Let a drafting model extend the tree, pass by pass, as long as that pays off."""
         number, rule = asked.number, self._readers.rules[asked.number]
         considered = min(int(_CONSIDERED * budget_nodes), MAX_NODES)
         size = self._grow(sequence, considered, floor)
@@ -385,7 +388,7 @@ class FusedDrafter(OfOneProcess):
         return self._tree(min(size, budget_nodes))
 
     def _unread(self, read: ReadTree, asked: AskedDraft, size: int) -> NDArray[np.intp]:
-        """Return the most probable nodes that a reader can read in its next pass."""
+        """Return the most probable nodes that a drafting model can read in its next pass."""
         reader, rows = self._readers.all[asked.number], self._rows(asked.number)
         can_be_read = self._known_paths(size) & (rows[1 : size + 1] == NOWHERE)
         if not reader.reads_paths:
@@ -397,7 +400,7 @@ class FusedDrafter(OfOneProcess):
         return np.flatnonzero(can_be_read)[: min(width, MAX_READ + 1 - read.num_rows[asked.number])]
 
     def _known_paths(self, size: int) -> NDArray[np.bool_]:
-        """Return bool[size], the nodes of the tree whose paths have only known tokens."""
+        """Return bool[size], whether the drafters know all tokens on the path to each node."""
         if self._limits.drafter_vocabulary is None:
             return np.ones(size, np.bool_)
         known = self._growth.tokens[:size] < self._limits.drafter_vocabulary
@@ -407,13 +410,13 @@ class FusedDrafter(OfOneProcess):
         return known
 
     def _rows(self, number: int) -> NDArray[np.int32]:
-        """Return int32[1 + B], a reader's row of the root and of each node; a view."""
+        """Return int32[1 + B], a view of a model's row for the root and for each node."""
         return self._growth.places[:, self._num_trees + number]
 
     def _reach(self, nodes: NDArray[np.intp], size: int, budget_nodes: int) -> float:
         """Return the expected number of the given nodes that the target reaches.
 
-        In a full tree, a node less probable than the last kept one has no children to add.
+        A node outside the budget does not count: its children could not enter the tree either.
         """
         probabilities = self._growth.probabilities
         least = probabilities[budget_nodes - 1] if 0 < budget_nodes <= size else 0.0
@@ -421,7 +424,7 @@ class FusedDrafter(OfOneProcess):
         return float(reached[reached > least].sum())
 
     def _read_nodes(self, read: ReadTree, number: int, nodes: NDArray[np.intp]) -> bool:
-        """Let a reader read nodes of the last grown tree; return whether it did."""
+        """Let a drafting model read nodes of the last grown tree; return whether it succeeded."""
         growth, rows, first = self._growth, self._rows(number), int(read.num_rows[number])
         rows[nodes + 1] = np.arange(first, first + len(nodes))
         parents = rows[growth.parents[nodes] + 1]
@@ -471,7 +474,7 @@ class FusedDrafter(OfOneProcess):
             )
 
     def _learn_gains(self, sequence: FusedSequence, verified: Verified, came: TokenIds) -> None:
-        """Learn how many tokens each reader added to the tree before it."""
+        """Learn how many accepted tokens each drafting model added."""
         gained, size = len(verified.path), len(verified.tree)
         for asked in reversed(sequence.asked):
             before = len(asked.tree.prefix(size).follow(came))
@@ -480,7 +483,7 @@ class FusedDrafter(OfOneProcess):
             gained = before
 
     def _learn_weights(self, sequence: FusedSequence, came: TokenIds) -> None:
-        """Learn the weights from the tokens that followed a draft."""
+        """Learn the sources' weights from the tokens that followed a draft."""
         self._plant(sequence.trees)
         places = np.zeros((2, self._growth.places.shape[1]), np.int32)
         places[0, : self._num_trees] = np.arange(self._num_trees)

@@ -1,8 +1,8 @@
-"""Recycled logits that outlive the process: loaded at its start, saved while it runs.
+"""Recycled logits that outlive the process: loaded at the start, saved regularly.
 
-Results of verifying rejected drafts are worth keeping: Ouroboros (Zhao et al., 2024,
-arXiv:2402.13720) drafts from such phrases within a sequence. Here a table of the model's likely
-tokens is kept for later runs and, through a service, for other decoders of the model.
+Verifying rejected drafts also gives useful results: Ouroboros (Zhao et al., 2024, arXiv:2402.13720)
+drafts from such phrases within a sequence. This module saves a table of the model's likely tokens
+for later runs and, through a service, for other decoders of the model.
 """
 
 import time
@@ -21,13 +21,13 @@ from retriever.errors import InvalidRequestError, NotPossibleError, RetrieverErr
 from retriever.limits import DEFAULT_RECYCLED_BYTES, MAX_FINDINGS, check_findings
 
 PERIOD_S: Final = 30.0
-"""Seconds between two saves: a crash loses at most this much."""
+"""Seconds between two saves: a crash loses at most the results of this time."""
 
 _LOADING_S: Final = 5.0
-"""Longest that a start waits for a service, in seconds; the newest findings come first."""
+"""Most seconds that a start waits for a service; the newest table entries come first."""
 
 _CLOSING_S: Final = 10.0
-"""Longest that an end waits for a service, in seconds."""
+"""Most seconds that closing waits for a service."""
 
 _log = getLogger(__name__)
 
@@ -40,15 +40,15 @@ def kept_logits(
     *,
     max_bytes: int = DEFAULT_RECYCLED_BYTES,
 ) -> "KeptLogits":
-    """Return a context manager that keeps recycled logits of a model in a store.
+    """Return a context manager that saves a model's recycled logits to a store.
 
     Args:
         recycled: recycled logits that learn from the model's passes.
-        store: for example the `state` of an `EmbeddedDrafter` with a directory, or a
-            `SharedFindings`.
-        model: the model of the logits, with the weights that it decodes with; findings of other
-            weights are neither loaded nor replaced.
-        vocabulary: vocabulary of its tokenizer.
+        store: where entries are saved, for example the `state` of an `EmbeddedDrafter` with a
+            directory, or a `SharedFindings`.
+        model: the model of the logits, with the weights that it decodes with; saved entries of
+            other weights are neither loaded nor replaced.
+        vocabulary: vocabulary of the model's tokenizer.
         max_bytes: most bytes to load from the store, and to save to it at once; `0` for none.
     """
     fingerprint = fingerprint_of(model, vocabulary.fingerprint)
@@ -56,18 +56,19 @@ def kept_logits(
 
 
 class KeptLogits:
-    """Saves what a model's recycled logits learn to a store, from a background thread.
+    """Saves a model's recycled logits to a store from a background thread.
 
-    No answer or refusal of a store ends decoding or changes an output: false findings only cost
-    drafts. A failed save is logged once and retried in the next period. Nothing from sequences that
-    are not remembered is saved.
+    Whatever the store answers, decoding continues and outputs are the same: wrong entries only make
+    drafts worse. A failed save is logged once and retried in the next period. Nothing from
+    sequences that are not remembered is saved.
 
     Args:
-        recycled: the recycled logits; a decoding loop may use them meanwhile.
-        store: for example the `state` of an `EmbeddedDrafter` with a directory, or a service's
-            client.
+        recycled: the recycled logits; a decoding loop may use them at the same time.
+        store: where entries are saved, for example the `state` of an `EmbeddedDrafter` with a
+            directory, or a service's client.
         model: fingerprint of the model; see `decoder.model.stamp`.
-        vocabulary_size: tokens that the model knows; findings with others are left out.
+        vocabulary_size: number of tokens that the model knows; entries with other tokens are left
+            out.
         max_bytes: most bytes to load from the store, and to save to it at once; `0` for none.
         period_s: seconds between two saves.
     """
@@ -96,14 +97,14 @@ class KeptLogits:
         self._thread = Thread(target=self._run, name="foredraft-recycled", daemon=True)
 
     def load(self) -> int:
-        """Load the store's findings of the model; return their number of contexts."""
+        """Load the model's entries from the store; return the number of contexts."""
         pages: list[Findings] = []
         before, deadline = 0, time.monotonic() + _LOADING_S
         try:
             while not self._is_refused:
                 page = self._store.fetch_findings(self._model, before)
                 found, before = page.findings, page.before
-                # Findings outside the model's vocabulary are refused.
+                # Entries outside the model's vocabulary are refused.
                 check_findings(found.contexts, found.tokens, found.log_odds, self._vocabulary_size)
                 pages.append(found)
                 has_enough = sum(map(len, pages)) >= self._most
@@ -111,15 +112,15 @@ class KeptLogits:
                     break
         except RetrieverError as error:
             self._say("taken from", error)
-        for findings in reversed(pages):  # the newest last, to stay if room is short
+        for findings in reversed(pages):  # the newest last, so that they stay if the table is full
             self._recycled.take_in(findings)
         return sum(map(len, pages))
 
     def save(self, *, deadline_s: float = float("inf")) -> int:
-        """Save what was learned since the last save; return the number of contexts.
+        """Save the entries learned since the last save; return the number of contexts.
 
         Args:
-            deadline_s: stop after this many seconds; the rest is saved next time.
+            deadline_s: stop after this many seconds; the next save includes the rest.
         """
         end_s = time.monotonic() + deadline_s
         with self._saving:
@@ -142,7 +143,7 @@ class KeptLogits:
             return len(findings)
 
     def close(self) -> None:
-        """Save what was learned last and end the thread. Idempotent."""
+        """Save once more and end the thread. Idempotent."""
         if self._ended.is_set():
             return
         self._ended.set()
@@ -151,7 +152,7 @@ class KeptLogits:
         self.save(deadline_s=_CLOSING_S)
 
     def __enter__(self) -> Self:
-        """Load, and save from now on."""
+        """Load the saved entries, and start saving."""
         count = self.load()
         _log.info("recycled logits of %d contexts, from earlier runs or other decoders", count)
         self._thread.start()
@@ -165,7 +166,7 @@ class KeptLogits:
             self.save()
 
     def _say(self, where: str, error: RetrieverError) -> None:
-        """Log why nothing is loaded or saved: once, until it works again."""
+        """Log why nothing is loaded or saved: once, until saving works again."""
         if isinstance(error, NotPossibleError | InvalidRequestError):
             self._is_refused = True  # retrying would not help
         if not self._has_warned:

@@ -1,6 +1,6 @@
-"""User options for the sources of a decoder's drafts; `decoder.assembly` opens the sources.
+"""User options that name the sources of drafts; `decoder.assembly` opens the sources.
 
-This module loads no tensor library, so that a command can show its options immediately.
+This module loads no tensor library, so that commands show their options immediately.
 """
 
 from dataclasses import replace
@@ -16,10 +16,10 @@ from retriever.limits import DEFAULT_RECYCLED_BYTES, MAX_OUTCOMES
 from retriever.operations.settings import DraftSettings
 
 MAX_NODES: Final = 256
-"""Most nodes of a fused tree, and of each tree that goes into it."""
+"""Most nodes of a fused tree, and of each tree that is merged into it."""
 
 DEFAULT_SHARE: Final = 0.25
-"""Share of one core's time for a speculator that continues to learn; decoding still has the higher
+"""Share of one core's time for training a speculator during decoding; decoding has the higher
 priority."""
 
 
@@ -30,12 +30,12 @@ WITHOUT_INDEX: Final = (
 
 
 class DraftOptions(DraftSettings):
-    """The sources of a decoder's drafts: services or local databases, models, the target itself.
+    """The sources of drafts: services or local databases, drafting models, and the target itself.
 
     Raises:
         InvalidRequestError: both services and databases are given.
-        ContradictoryOptionsError: a vocabulary is to be trimmed without a model or an index, or
-            services with parts of a corpus are to be asked ahead.
+        ContradictoryOptionsError: a vocabulary is to be trimmed without a model or an index; or
+            drafts are requested in advance from services that each hold a part of a corpus.
     """
 
     model_config = ConfigDict(title="Drafts")
@@ -43,7 +43,7 @@ class DraftOptions(DraftSettings):
     draft_model: Annotated[
         str | None,
         Metavar("MODEL"),
-        Field(description="A smaller model with the same tokenizer, to draft with."),
+        Field(description="A smaller model with the same tokenizer, which drafts."),
     ] = None
     speculator: Annotated[
         Path | None,
@@ -60,7 +60,7 @@ class DraftOptions(DraftSettings):
         Metavar("DIR"),
         Field(
             description="With --speculator: let it continue to learn from the outputs that it "
-            "drafts for, in a separate process. DIR stores what it learned, and later starts "
+            "drafts for, in a separate process. DIR stores the trained weights, and later starts "
             "continue from there: use one DIR per tenant."
         ),
     ] = None
@@ -77,14 +77,14 @@ class DraftOptions(DraftSettings):
         Field(
             ge=1,
             description="With --draft-model or --speculator: draft only the N most frequent "
-            "tokens of --index. Heads with a vocabulary of their own ignore this.",
+            "tokens of --index. Speculators with their own vocabulary ignore this.",
         ),
     ] = None
     draft_sampling: Annotated[
         bool,
         RARE,
         Field(
-            description="With sampling: draw drafts from the --draft-model's distributions, and "
+            description="With sampling: sample drafts from the --draft-model's distributions, and "
             "use these to accept them. The output of a --seed then depends on the drafts."
         ),
     ] = False
@@ -99,7 +99,7 @@ class DraftOptions(DraftSettings):
             ge=0,
             le=MAX_OUTCOMES,
             description="While a pass of the model runs, let the --server or the local databases "
-            "draft for its N likeliest outcomes: if one of them occurs, decoding does not wait "
+            "draft for the pass's N likeliest outcomes: if one occurs, decoding does not wait "
             "for a draft. 5 to 16 for a server that is a millisecond or more away; 0: draft only "
             "after the pass.",
         ),
@@ -108,8 +108,8 @@ class DraftOptions(DraftSettings):
         Path | None,
         Metavar("DIR"),
         Field(
-            description="A folder that keeps outputs and what the model found likely, so that a "
-            "later start drafts as well as this one ends. For one process and one tokenizer at a "
+            description="A folder that stores outputs and the model's likely tokens, so that a "
+            "later start drafts as well as before. For one process and one tokenizer at a "
             "time. Default: memory only."
         ),
     ] = None
@@ -131,20 +131,20 @@ class DraftOptions(DraftSettings):
                 self.server and self.state is not None,
                 (
                     "--state and --server exclude each other: leave out --state, because a server "
-                    "keeps its own (foredraft serve --state)"
+                    "has its own (foredraft serve --state)"
                 ),
             ),
             (
                 self.draft_ahead and len(self.server) > 1,
                 (
                     "--draft-ahead and more than one --server exclude each other: services that "
-                    "each hold a part of a corpus cannot be asked ahead; leave out "
+                    "each hold a part of a corpus cannot draft in advance; leave out "
                     "--draft-ahead"
                 ),
             ),
             (
                 self.draft_sampling and not self.names_readers,
-                "--draft-sampling needs a model to draw from: --draft-model or --speculator",
+                "--draft-sampling needs a model to sample from: --draft-model or --speculator",
             ),
             (
                 self.online is not None and self.speculator is None,
@@ -159,14 +159,14 @@ class DraftOptions(DraftSettings):
 
     @property
     def names_readers(self) -> bool:
-        """Whether a model that reads drafts is named."""
+        """Whether the options name a draft model or a speculator."""
         return self.draft_model is not None or self.speculator is not None
 
     def sampling(self, chosen: SamplingSettings) -> SamplingSettings:
-        """Return the sampling settings, adapted to whether drafts are drawn.
+        """Return the sampling settings, adapted to whether drafts are sampled.
 
         Raises:
-            ContradictoryOptionsError: drafts are to be drawn, but the output is greedy.
+            ContradictoryOptionsError: drafts are to be sampled, but the output is greedy.
         """
         if not self.draft_sampling:
             return chosen
@@ -174,20 +174,20 @@ class DraftOptions(DraftSettings):
         return replace(chosen, coupled=False)
 
     def describe(self) -> str:
-        """Return a few words for reports."""
+        """Return the sources in a few words, for reports."""
         if self.server:
             parts = [f"server {', '.join(self.server)}"]
         else:
             parts = ["context", "generations", *map(str, [*self.phrases, *self.index])]
         if self.state is not None:
-            parts.append(f"kept in {self.state}")
+            parts.append(f"stored in {self.state}")
         if self.recycle:
             parts.append("recycled logits")
         if self.draft_model is not None:
-            drawn = ", drawn from" if self.draft_sampling else ""
+            drawn = ", sampled" if self.draft_sampling else ""
             parts.append(f"draft model {self.draft_model}{drawn}")
         if self.speculator is not None:
             parts.append(f"speculator {self.speculator}")
         if self.draft_ahead:
-            parts.append(f"{self.draft_ahead} outcomes ahead")
+            parts.append(f"{self.draft_ahead} outcomes in advance")
         return ", ".join(parts)

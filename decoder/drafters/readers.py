@@ -1,8 +1,8 @@
-"""Models that read a draft tree while it grows, and their readings of one sequence's tree.
+"""Drafting models, which extend a draft tree, and their logits for one sequence's tree.
 
-Such a model does two things in one pass: it proposes children of the nodes that it reads, and it
-gives probabilities for the children that other sources proposed. One kind is a draft model, which
-reads tokens; another is a speculator, which also reads the target's hidden states.
+A drafting model, called reader in the code, does two things in one pass: it proposes children of
+the nodes that it reads, and it gives probabilities for the children that other sources proposed.
+There are two kinds: a draft model reads tokens; a speculator also reads the target's hidden states.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ from retriever.errors import DrafterUnavailableError, VocabularyMismatchError
 from retriever.sequences import TokenSequence
 from retriever.tree import Source
 
-if TYPE_CHECKING:  # a fused drafter without readers does not need torch
+if TYPE_CHECKING:  # a fused drafter without drafting models does not need torch
     import torch
 
 _log = getLogger(__name__)
@@ -40,17 +40,17 @@ _Answer = TypeVar("_Answer")
 
 
 class SequenceReader(Protocol):
-    """A model's reading of one sequence and of the tree drafted after it.
+    """A drafting model's state for one sequence and for the draft tree after it.
 
-    It shares the sequence with the decoding loop, which commits to it.
+    It shares the sequence with the decoding loop, which appends the committed tokens.
     """
 
     def begin(self) -> "torch.Tensor | None":
-        """Catch up with the committed sequence and drop the last tree.
+        """Read the newly committed tokens and drop the last tree.
 
         Returns:
-            [1, C], logits over `TreeReader.columns` after the last committed token; `None` if there
-            is no prediction, for example before the target's first states are known.
+            [1, C], the logits of `TreeReader.columns` after the last committed token. `None` if
+            there are none, for example before the target's first hidden states are known.
 
         Raises:
             DrafterUnavailableError: the sequence is too long for the model, or memory ran out.
@@ -58,37 +58,39 @@ class SequenceReader(Protocol):
         ...
 
     def read(self, tokens: list[int], parents: list[int]) -> "torch.Tensor":
-        """Read nodes after the sequence in one pass.
+        """Read nodes of the draft tree in one pass.
 
         Args:
-            tokens: tokens of n nodes, at least one.
-            parents: their parents, numbered in the order in which nodes were read since `begin`, or
-                `ROOT`. If `reads_paths` is not set, the n nodes are not parents of one another.
+            tokens: token ids of n nodes, n at least 1.
+            parents: parent of each node, numbered in the order in which nodes were read since
+                `begin`, or `ROOT`. If `reads_paths` is not set, no node may be the parent of
+                another one of the n.
 
         Returns:
-            [n, C], logits after each node.
+            [n, C], the logits after each node.
         """
         ...
 
     def learn(self, verified: Verified) -> None:
-        """Learn from a pass of the target, before its path is committed."""
+        """Learn from a pass of the target, before the accepted path is committed."""
         ...
 
     def close(self) -> None:
-        """Forget the sequence."""
+        """Drop all state of the sequence."""
         ...
 
 
 class TreeReader(Protocol):
-    """A model that reads trees, for any number of sequences; not thread-safe.
+    """A drafting model, for any number of sequences; not thread-safe.
 
     Attributes:
-        name: name in messages.
-        columns: int32[C], ascending, the token that each column of its logits stands for.
-        max_depth: nodes deeper than this are not read; `None` for no limit.
-        reads_paths: whether a node and its parent can be read in one pass.
-        states: numbers of the target's hidden states that it needs; see `decoder.model.states`.
-        source: label of its own proposals.
+        name: the model's name in messages.
+        columns: int32[C], ascending, the token id of each column of the logits.
+        max_depth: greatest depth of the nodes that are read; `None` for no limit.
+        reads_paths: whether one pass can read a node together with its parent.
+        states: numbers of the target's hidden states that the model needs; see
+            `decoder.model.states`.
+        source: label of the nodes that the model proposes.
     """
 
     name: str
@@ -99,29 +101,29 @@ class TreeReader(Protocol):
     source: Source
 
     def follow(self, sequence: TokenSequence) -> SequenceReader:
-        """Return a new reading of a sequence."""
+        """Return a new state for a sequence."""
         ...
 
 
 class Readers:
-    """The readers of a fused drafter, with the state that all its sequences share.
+    """The drafting models of a fused drafter, with the data that all its sequences share.
 
     Args:
-        readers: readers in the order in which they are asked, the fastest first.
-        costs: costs of their passes; measured if not given.
-        vocabulary: upper bound of the token ids that may be drafted; `None` for no limit.
+        readers: the drafting models in the order in which they are called, the fastest first.
+        costs: seconds of the passes; measured if not given.
+        vocabulary: token ids from this size on may not be drafted; `None` for no limit.
 
     Attributes:
-        all: the readers as given.
-        pace: pace of decoding.
-        rules: decide when each reader is asked.
-        kinds: kind of each reader, `SPECULATOR` if it reads the target's states, else
+        all: the drafting models, in the given order.
+        pace: the current time per token.
+        rules: for each model, the rule that decides when to call it.
+        kinds: kind of each model: `SPECULATOR` if it reads the target's hidden states, else
             `DRAFT_MODEL`.
-        is_usable: whether each reader has given only finite logits so far.
-        no_readings: empty readings, from which those of sequences are made.
+        is_usable: for each model, whether all its logits so far were finite.
+        no_readings: empty arrays of logits, the template for those of each sequence.
 
     Raises:
-        VocabularyMismatchError: a reader proposes tokens beyond the vocabulary.
+        VocabularyMismatchError: a drafting model proposes tokens beyond the vocabulary.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class Readers:
 
     @property
     def states(self) -> frozenset[int]:
-        """Numbers of the target's hidden states that they need."""
+        """Numbers of the target's hidden states that the drafting models need."""
         return frozenset[int]().union(*(reader.states for reader in self.all))
 
 
@@ -156,19 +158,20 @@ def _check_columns(reader: TreeReader, vocabulary: int | None) -> None:
 
 
 class ReadTree:
-    """Each reader's readings of the tree drafted after a sequence.
+    """The logits of all drafting models for the draft tree of one sequence.
 
-    A reader that fails is not used any more: for this sequence if it is unavailable, for all
-    sequences if its logits are not finite. The others continue.
+    A drafting model that fails is no longer used: for this sequence if it is unavailable, for all
+    sequences if its logits are not finite. The other models continue.
 
     Args:
-        readers: readers shared by all sequences.
+        readers: the drafting models, shared by all sequences.
         sequence: the sequence, which its owner extends.
 
     Attributes:
-        readings: logits and rows that were read.
-        num_rows: int64[readers], rows that each has read for this draft, the root's first.
-        num_failures: number of readers that failed.
+        readings: the logits of the nodes read so far.
+        num_rows: int64[readers], number of rows that each model has read for this draft, the root
+            included.
+        num_failures: number of drafting models that failed.
     """
 
     def __init__(self, readers: Readers, sequence: TokenSequence) -> None:
@@ -188,47 +191,48 @@ class ReadTree:
         self.readings = readers.no_readings.unread() if readers.all else readers.no_readings
 
     def root_rows(self) -> NDArray[np.int32]:
-        """Return int32[readers], the row of the last committed token; `NOWHERE` if not read."""
+        """Return int32[readers], each model's row of the last committed token, or `NOWHERE`."""
         return np.where(self.num_rows > 0, ROOT_ROW, NOWHERE).astype(np.int32)
 
     def present(self) -> list[int]:
-        """Return the numbers of the readers that can be asked."""
+        """Return the numbers of the drafting models that are still usable."""
         usable = self._readers.is_usable
         return [n for n, member in enumerate(self._members) if member is not None and usable[n]]
 
     def num_behind(self, number: int) -> int:
-        """Return how many tokens the sequence has grown since a reader was last asked."""
+        """Return how many tokens were committed since a drafting model was last called."""
         return len(self._sequence) - self._num_known[number]
 
     def drop(self) -> None:
-        """Drop what was read."""
+        """Drop all rows that were read."""
         self.num_rows[:] = 0
 
     def begin(self, number: int) -> bool:
-        """Let a reader catch up with the sequence; return whether it has a prediction."""
+        """Let a drafting model read the newly committed tokens; return whether it gave logits."""
         self._num_known[number] = len(self._sequence)
         logits = self._answer(number, lambda member: member.begin())
         return self._enter(number, np.zeros(1, np.int32), np.full(1, NOWHERE, np.int32), logits)
 
     def read(self, number: int, tokens: NDArray[np.int32], parents: NDArray[np.int32]) -> bool:
-        """Let a reader read nodes; return whether it did.
+        """Let a drafting model read nodes; return whether it succeeded.
 
         Args:
-            number: number of the reader.
-            tokens: int32[n], at least one.
-            parents: int32[n], rows of their parents; the nodes' own rows are the next ones.
+            number: number of the drafting model.
+            tokens: int32[n], token ids of the nodes, n at least 1.
+            parents: int32[n], row of each node's parent; the nodes themselves get the next free
+                rows.
         """
         behind = (parents - 1).tolist()  # without the root's row
         logits = self._answer(number, lambda member: member.read(tokens.tolist(), behind))
         return self._enter(number, tokens, parents, logits)
 
     def learn(self, verified: Verified) -> None:
-        """Let all readers learn from a pass of the target."""
+        """Let all drafting models learn from a pass of the target."""
         for number in self.present():
             self._answer(number, lambda member: member.learn(verified))
 
     def close(self) -> None:
-        """Let all readers forget the sequence."""
+        """Let all drafting models drop the sequence."""
         with ExitStack() as members:
             for member in self._members:
                 if member is not None:
@@ -238,7 +242,7 @@ class ReadTree:
         self.drop()
 
     def _answer(self, number: int, ask: Callable[[SequenceReader], _Answer]) -> _Answer | None:
-        """Return a reader's answer; one that is unavailable is left out from now on."""
+        """Call a drafting model and return its result; if it is unavailable, stop using it."""
         member = self._members[number]
         if member is None:
             return None
@@ -257,7 +261,7 @@ class ReadTree:
         parents: NDArray[np.int32],
         logits: "torch.Tensor | None",
     ) -> bool:
-        """Store rows of logits; return whether there are any and all are finite."""
+        """Store rows of logits; return whether there are rows and all of them are finite."""
         if logits is None:
             return False
         first, readings = int(self.num_rows[number]), self.readings
@@ -274,7 +278,7 @@ class ReadTree:
         return True
 
     def _distrust(self, number: int) -> None:
-        """Stop using a reader for good."""
+        """Stop using a drafting model, for all sequences."""
         if self._readers.is_usable[number]:
             self._readers.is_usable[number] = False
             name = self._readers.all[number].name
@@ -290,7 +294,7 @@ class ReadTree:
 
 
 def _unavailable() -> tuple[type[Exception], ...]:
-    """Return the errors after which a sequence continues without a reader."""
-    import torch  # noqa: PLC0415  (loaded by the reader, if there is one)
+    """Return the errors after which a sequence continues without a drafting model."""
+    import torch  # noqa: PLC0415  (a drafting model has loaded it)
 
     return DrafterUnavailableError, OutOfMemoryError, torch.OutOfMemoryError

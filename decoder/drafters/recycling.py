@@ -1,8 +1,8 @@
-"""The target's own logits, recycled as drafts when the same last tokens occur again.
+"""Recycles the target's own logits as drafts when the same last tokens occur again.
 
-Every pass computes likely next tokens after each token of the tree, on the accepted path and off
-it. Token Recycling (Luo et al., 2024, arXiv:2408.08696) keeps the likeliest successors of each
-token; here they are kept for the last one, two and three tokens, with their probabilities.
+Every pass computes likely next tokens after each node of the tree, whether the node is accepted or
+not. Token Recycling (Luo et al., 2024, arXiv:2408.08696) stores the likeliest successors of each
+token. This table stores them for the last one, two and three tokens, with their probabilities.
 
 `KeptLogits` saves and loads the table for later runs and other decoders.
 """
@@ -32,31 +32,32 @@ if TYPE_CHECKING:
     import torch
 
 DEFAULT_CAPACITY: Final = 1 << 18
-"""Contexts that a table holds, in 21 MB: those of about 87,000 rows, because each row is stored
-under three contexts. With fewer, the table forgets sooner; with more, it misses the processor's
+"""Contexts that a table holds, in 21 MB: those of about 87,000 rows of logits, because each row is
+stored under three contexts. A smaller table forgets sooner; a larger one misses the processor's
 caches more often."""
 
 NUM_LIKELY: Final = NUM_FOUND
-"""Tokens stored for each row of logits: more would make the table slower to read at every node."""
+"""Tokens stored for each row of logits: with more, reading the table would be slower."""
 
 _SLICE: Final = 1 << 12
-"""Entries scanned under the lock at once; a pass may have to wait for them: 80 us if all are new, 8
-us if none is."""
+"""Entries scanned while the lock is held; a pass may wait for them: 80 us if all are new, 8 us if
+none is."""
 
 _PAUSE_S: Final = 1e-4
-"""Pause between two slices, in seconds, so that the decoding loop gets the interpreter."""
+"""Seconds of pause between two slices, so that the decoding loop gets the interpreter."""
 
 _MAY_BE_KEPT: Final = 1
-"""Lowest bit of an entry's number: it was learned from a pass of a sequence that is remembered."""
+"""Lowest bit of an entry's write number: set if the entry comes from a sequence that is
+remembered."""
 
 NO_HINTS: Final = Hints(np.zeros(0, np.int32), np.zeros(0, np.float32))
 
 
 class RecycledLogits:
-    """Likely next tokens by context, learned from the target's passes.
+    """Likely next tokens by context, taken from the target's passes.
 
     Args:
-        capacity: most contexts, a power of two; the oldest are evicted.
+        capacity: most contexts, a power of two; the oldest contexts are evicted.
 
     Attributes:
         table: the contexts with their likely tokens.
@@ -66,10 +67,10 @@ class RecycledLogits:
         self.table = Table.of(capacity, NUM_LIKELY)
         self._tenant: str | None = None
         self._now = 0
-        self._lock = Lock()  # held while entries are written or copied; drafts do not need it
+        self._lock = Lock()  # held while entries are written or copied; drafting does not need it
 
     def serve(self, tenant: str) -> None:
-        """Check that sequences are of one tenant: the first one.
+        """Check that a sequence is of the same tenant as the first sequence.
 
         Raises:
             InvalidRequestError: earlier sequences were of another tenant.
@@ -78,17 +79,18 @@ class RecycledLogits:
             self._tenant = tenant
         if tenant != self._tenant:
             raise InvalidRequestError(
-                f"a sequence of tenant {tenant!r} is not drafted for with what the target found "
-                f"likely in those of tenant {self._tenant!r}: use recycled logits for each"
+                f"a sequence of tenant {tenant!r} must not be drafted from tokens that were "
+                f"likely for tenant {self._tenant!r}: use separate recycled logits for each tenant"
             )
 
     def learn(self, verified: Verified, context: TokenIds, *, keep: bool = True) -> Hints:
-        """Store the likeliest tokens of each row of a pass.
+        """Store the likeliest tokens of each row of logits of a pass.
 
         Args:
-            verified: the pass.
-            context: int32[NUM_ORDERS], the last tokens before it, the latest first; -1 for none.
-            keep: whether they may outlive this table, which they may if the sequence is remembered.
+            verified: the pass over the draft.
+            context: int32[NUM_ORDERS], the last tokens before the tree, the latest first; -1 for
+                none.
+            keep: whether these tokens may be saved, that is, whether the sequence is remembered.
 
         Returns:
             The other likely tokens at the position of the target's choice.
@@ -108,24 +110,24 @@ class RecycledLogits:
         return Hints(tokens[end][others], log_odds[end][others])
 
     def take_in(self, findings: Findings) -> None:
-        """Enter findings from earlier or from elsewhere, each context as if from one more pass.
+        """Enter table entries from earlier runs or other decoders, each as if from one more pass.
 
         Args:
-            findings: findings of the same model, with tokens of its vocabulary.
+            findings: contexts with their likely tokens, from the same model and vocabulary.
         """
         with self._lock:
-            # Their numbers are even, because they are already saved.
+            # Even write numbers, because these entries are already saved.
             first = (self._now + 1) << 1
             enter(self.table, findings.contexts, findings.tokens, findings.log_odds, first)
             self._now += len(findings)
 
     def learned_since(self, number: int) -> tuple[Findings, int]:
-        """Return the findings of passes that may be kept, the oldest first, and a number.
+        """Return new entries that may be saved, the oldest first, and a number for the next call.
 
-        May run outside the decoding loop's thread, which then waits for at most one slice.
+        This may run in another thread than the decoding loop, which waits for at most one slice.
 
         Args:
-            number: number from an earlier call, for the findings since then; 0 for all.
+            number: number from an earlier call, to get only entries since then; 0 for all entries.
         """
         now, parts, written = self._now << 1, [], []
         for begin in range(0, len(self.table.entries), _SLICE):
@@ -152,9 +154,9 @@ def rows_of(
     """Return the arguments of `write_rows` for a pass over a tree of N nodes.
 
     Args:
-        tree: the tree.
-        context: int32[NUM_ORDERS], the last tokens before it, the latest first; -1 for none.
-        logits: float32[R, K], those of the likeliest tokens of each row, descending.
+        tree: the verified tree.
+        context: int32[NUM_ORDERS], the last tokens before the tree, the latest first; -1 for none.
+        logits: float32[R, K], logits of the likeliest tokens of each row, in descending order.
 
     Returns:
         int32[1 + N, NUM_ORDERS], the last tokens at the root and at each node, the latest first,
@@ -171,20 +173,20 @@ def rows_of(
 def likeliest(
     logits: "torch.Tensor | NDArray[np.float32]", count: int
 ) -> tuple[TokenIds, NDArray[np.float32]]:
-    """Return int32[R, count], the likeliest of each row, and float32[R, count], their logits.
+    """Return int32[R, count], each row's likeliest tokens, and float32[R, count], their logits.
 
-    On CPUs `torch.topk` looks at one value after another, so a kernel searches rows of bfloat16 and
-    float32 instead, five times as fast.
+    On CPUs `torch.topk` looks at one value after another. So a kernel searches bfloat16 and float32
+    rows instead, which is five times as fast.
 
     Args:
-        logits: [R, vocabulary].
-        count: number of tokens per row, at most the vocabulary; the likeliest come first.
+        logits: [R, vocabulary], logits of R rows, in any float dtype.
+        count: number of tokens per row, at most the vocabulary size; the likeliest come first.
     """
     if isinstance(logits, np.ndarray):
         columns = np.empty((len(logits), count), np.int32)
         rank_columns(np.ascontiguousarray(logits).view(np.int32), columns)
         return columns, np.take_along_axis(logits, columns, axis=1)
-    import torch  # noqa: PLC0415  (a caller with a tensor has loaded it)
+    import torch  # noqa: PLC0415  (the caller of a tensor has loaded it)
 
     integers = {torch.bfloat16: torch.int16, torch.float32: torch.int32}.get(logits.dtype)
     if integers is None or logits.device.type != "cpu":

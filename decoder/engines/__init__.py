@@ -1,1 +1,1 @@
-"""Adapters for inference engines; each is imported by its full path and loads only its engine."""
+"""Adapters for inference engines; import each by its full path, as it loads only its own engine."""

@@ -1,8 +1,8 @@
-"""Comparison of what an adapter needs from its engine with the installed version.
+"""Checks whether the installed version of an engine offers what its adapter needs.
 
-Adapters call an engine's own functions and are called by it. Before the first request, each adapter
-compares both directions with what it was written for. A version that changed them is refused with a
-message that says what changed:
+An adapter calls an engine's own functions, and the engine calls the adapter. Before the first
+request, each adapter compares both with what it was written for. If a version changed them, it is
+refused with a message that says what changed:
 
     check_contract(
         ("llama-cpp-python",),
@@ -30,11 +30,11 @@ _NAMED: Final = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 def installed(distributions: Iterable[str]) -> tuple[str, str]:
-    """Return an engine's distribution and its version.
+    """Return the name of an engine's distribution, and its version.
 
     Args:
-        distributions: names under which it may be installed, at least one; the first one found
-            counts.
+        distributions: names under which the engine may be installed, at least one; the first name
+            found counts.
     """
     names = list(distributions)
     for name in names:
@@ -54,15 +54,15 @@ def check_contract(distributions: Iterable[str], tested: str, found: Iterable[st
         found: the differences, each a sentence without a full stop; see `differences`.
 
     Raises:
-        UnsupportedEngineError: there is a difference; the message says which and what to do.
+        UnsupportedEngineError: there is a difference; the message names it and says what to do.
     """
     sentences = list(dict.fromkeys(found))
     if not sentences:
         return
     name, its_version = installed(distributions)
     raise UnsupportedEngineError(
-        f"{name} {its_version} is not the engine that drafts were written for: "
-        f"{'; '.join(sentences)}: install {name} {tested}, with which they were tested, or a "
+        f"{name} {its_version} does not offer what drafts need: "
+        f"{'; '.join(sentences)}: install {name} {tested}, with which drafts were tested, or a "
         "newer foredraft"
     )
 
@@ -80,21 +80,22 @@ def differences(  # noqa: PLR0913  (each aspect is an option, given by name)
     """Return how an engine's class, function or object differs from what an adapter needs.
 
     Args:
-        thing: part of the engine; `None` if it was looked up and not found.
-        attributes: attributes that it must have: an object's own, or those of a class and its
-            instances as far as they are visible in the class.
-        parameters: parameters that a function must name explicitly, because it would silently
-            accept any.
-        passed: number of arguments that we pass by position; `None` if we do not call it. For a
-            function looked up in a class, without `self`.
-        named: arguments that we pass by name, if we call it.
-        implemented_by: our subclass of it: it must have all abstract methods, and each method that
-            both classes define must accept the arguments of the engine's signature.
-        called: its name in the sentences; its own name if not given.
+        thing: the part of the engine; `None` if it was not found.
+        attributes: attributes that it must have: an object's own attributes, or those that a class
+            shows for itself and its instances.
+        parameters: parameters that a function must name explicitly, because it silently accepts any
+            names.
+        passed: number of arguments that the adapter passes by position, without `self`; `None` if
+            the adapter does not call it.
+        named: names of the arguments that the adapter passes by name, if it calls it.
+        implemented_by: the adapter's subclass of an engine's class. The subclass must implement all
+            abstract methods, and each method that both classes define must accept the arguments of
+            the engine's signature.
+        called: name of the part in the sentences; its own name if not given.
 
     Returns:
-        A sentence for each difference, without a full stop; empty if there are none. Things that
-        cannot be inspected, such as the arguments of a compiled function, count as equal.
+        A sentence for each difference, without a full stop; empty if there are none. What cannot be
+        inspected, such as the arguments of a compiled function, counts as equal.
     """
     shown = called or _name_of(thing)
     if thing is None:
@@ -115,7 +116,7 @@ def _name_of(thing: Any) -> str:
 
 
 def _signature(thing: Any) -> Signature | None:
-    """Return a callable's signature; `None` if it has none."""
+    """Return a callable's signature; `None` if it cannot be inspected."""
     try:
         return inspect.signature(thing)
     except (TypeError, ValueError):
@@ -164,7 +165,7 @@ def _call_differences(thing: Any, num_passed: int, named: list[str], shown: str)
 
 
 def _hook_differences(base: type, ours: type, shown: str) -> list[str]:
-    """Return the differences between an engine's abstract class and our subclass."""
+    """Return the differences between an engine's abstract class and the adapter's subclass."""
     lacking = getattr(base, "__abstractmethods__", frozenset[str]()) & getattr(
         ours, "__abstractmethods__", frozenset[str]()
     )
@@ -183,7 +184,7 @@ def _methods(owner: type) -> set[str]:
 
 
 def _calls_of_hook(theirs: list[Parameter], own: list[Parameter], shown: str) -> list[str]:
-    """Return the differences between how an engine calls a method and what ours accepts."""
+    """Return how an engine's calls of a method differ from what the adapter's method accepts."""
     places = [each for each in own if each.kind in _POSITIONAL]
     takes_any = {each.kind for each in own}
     names = {each.name for each in own if each.kind in _NAMED}

@@ -1,7 +1,7 @@
-"""Metrics that engines lack: acceptance by position and by the token's source.
+"""Metrics that engines lack: acceptance by position, and by the token's source.
 
-vLLM counts all accepted drafts, including ours, under its own names. The metrics added here have
-names of our own, in the registry that the engine exposes.
+vLLM counts all accepted drafts, including foredraft's, under its own names. The metrics of this
+module have names of their own, in the registry that the engine exposes.
 """
 
 from collections.abc import Mapping
@@ -15,31 +15,31 @@ if TYPE_CHECKING:  # that module depends on transformers
     from decoder.observation import Statistics
 
 _MOST_POSITIONS: Final = 64
-"""Positions counted separately; later ones count with the last."""
+"""Number of positions that are counted separately; later positions count as the last one."""
 
 _log = getLogger(__name__)
 
 
 class DraftingMetrics:
-    """Counters of drafts that an engine verified; create them in the process that drafts.
+    """Counters of the drafts that an engine verified; create them in the process that drafts.
 
     Args:
-        registry: registry for the counters; the process's default if not given.
+        registry: Prometheus registry for the counters; the process's default if not given.
     """
 
     def __init__(self, registry: Any = None) -> None:
-        from prometheus_client import REGISTRY  # noqa: PLC0415  (an engine sets its folder)
+        from prometheus_client import REGISTRY  # noqa: PLC0415  (the engine first sets the registry's folder)
 
         self._registry = registry or REGISTRY
         self._drafts = self._counter("drafts", "Verified drafts, one for each request of a step.")
         self._accepted_at = self._counter(
-            "accepted_tokens_per_pos", "Drafts whose token at a position came true.", "position"
+            "accepted_tokens_per_pos", "Drafts whose token at a position was accepted.", "position"
         )
         self._accepted_of = self._counter(
-            "accepted_tokens", "Drafted tokens that came true, by who drafted them.", "source"
+            "accepted_tokens", "Drafted tokens that were accepted, by source.", "source"
         )
         self._drafted_of = self._counter(
-            "draft_tokens", "Drafted tokens that were verified, by who drafted them.", "source"
+            "draft_tokens", "Drafted tokens that were verified, by source.", "source"
         )
 
     def add(self, counts: "Statistics") -> None:
@@ -58,10 +58,10 @@ class DraftingMetrics:
 
 @cache
 def process_metrics() -> DraftingMetrics | None:
-    """Return the metrics of this process, the same at each call; `None` if there cannot be any."""
+    """Return the process's metrics, always the same object; `None` if creating them fails."""
     try:
         return DraftingMetrics()
-    except Exception as error:  # noqa: BLE001  (the engine must start)
+    except Exception as error:  # noqa: BLE001  (the engine must start in any case)
         _log.warning("acceptance by position and source is not exposed: %s", error)
         return None
 

@@ -1,7 +1,7 @@
 """Opens the drafter that an engine's settings describe.
 
-An engine must start and run even without drafts: sources that cannot be opened are left out, with
-one warning each.
+An engine must start and run even without drafts. So if a source cannot be opened, it is left out
+with a warning.
 """
 
 import math
@@ -31,26 +31,26 @@ from retriever.wire.channels import CLIENT_OPTIONS
 _log = getLogger(__name__)
 
 DEADLINE_S: Final = 0.02
-"""Default time that a step waits for drafts, in seconds: retrieval in this process takes far less,
-and a large model's pass about as long, so a stalled drafter costs about one pass."""
+"""Default seconds that a step waits for drafts. Retrieval in the engine's process takes far less. A
+large model's pass takes about as long, so a stalled drafter costs about one pass."""
 
 _NARROW: Final = token_dtype(0).itemsize
 
 _CONNECT_S: Final = 2.0
-"""Time that a start waits for a service, in seconds: enough for one on another machine and short
-compared to loading a model. The drafter connects later by itself."""
+"""Seconds that a start waits for a service: enough for a service on another machine, and short
+compared to loading a model. After that, the drafter connects by itself."""
 
 
 def open_drafter(
     settings: EngineSettings, vocabulary: Vocabulary | None, encode: Encode | None
 ) -> Drafter:
-    """Return a drafter; it may still be connecting or compiling, so that no start waits for that.
+    """Return a drafter; it may still be connecting or compiling, so that the engine starts at once.
 
     Args:
         settings: the sources of drafts.
-        vocabulary: vocabulary of the engine's tokenizer. `None` if it is unknown: then indexes and
-            listed phrases cannot be trusted and are left out.
-        encode: `encode` of that tokenizer.
+        vocabulary: vocabulary of the engine's tokenizer. If it is `None`, the tokenizer is unknown,
+            and indexes and listed phrases are left out.
+        encode: the `encode` method of that tokenizer; `None` if it is unknown.
 
     Raises:
         CredentialsError: a token or certificate for a service cannot be read.
@@ -64,8 +64,8 @@ def vocabulary_and_encoder(tokenizer: Any) -> tuple[Vocabulary | None, Encode | 
     """Return the vocabulary of an engine's tokenizer and its `encode` without special tokens.
 
     Args:
-        tokenizer: the tokenizer; `None` if it is unknown, and then both results are `None`. If its
-            vocabulary cannot be read, that is logged and the vocabulary is `None`.
+        tokenizer: the tokenizer. If it is `None`, both results are `None`. If its vocabulary cannot
+            be read, this is logged, and the vocabulary is `None`.
     """
     if tokenizer is None:
         return None, None
@@ -99,7 +99,7 @@ def _resilient(
 def _own(
     settings: EngineSettings, vocabulary: Vocabulary | None, encode: Encode | None
 ) -> EmbeddedDrafter | LateDrafter:
-    """Return the drafter of this process; a `LateDrafter` if its kernels are not compiled."""
+    """Return the drafter in this process; a `LateDrafter` if its kernels are not yet compiled."""
     width = token_dtype(vocabulary.size).itemsize if settings.index and vocabulary else _NARROW
     opened = partial(_embedded, settings, vocabulary, encode)
     if not are_kept([width]):
@@ -125,14 +125,14 @@ def _embedded(
     )
     try:
         drafter = make(state=settings.state)
-    except RetrieverError as error:  # its folder is in use, full, or for another tokenizer
+    except RetrieverError as error:  # the folder is in use, full, or for another tokenizer
         _log.warning("outputs are kept in memory only: %s", error)
         drafter = make(state=None)
     return drafter
 
 
 def _indexes(paths: Sequence[Path], vocabulary: Vocabulary | None, *, hold: bool) -> list[Index]:
-    """Open the indexes of a vocabulary; log which are left out and why."""
+    """Open the indexes for a vocabulary; log which are left out, and why."""
     opened = []
     for path in paths:
         if vocabulary is None:

@@ -1,4 +1,4 @@
-"""Keeps our errors from reaching an engine that calls us."""
+"""Keeps foredraft's errors from reaching the engine that calls it."""
 
 import logging
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from decoder.errors import UnsupportedEngineError
 
 
 class EngineGuard:
-    """Guards everything that an engine calls: an error costs drafts but never reaches the engine.
+    """Guards all code that an engine calls: errors cost drafts but never reach the engine.
 
         with guard:
             return sequences.step(rows)
@@ -18,15 +18,15 @@ class EngineGuard:
     An error ends the block, and the code after it continues without drafts. Blocks may be nested.
 
     Args:
-        engine: name of the engine in the log.
+        engine: the engine's name in log messages.
         log: logger of the adapter.
-        abandon: drops all sequences, because their state is unknown after an error; its own errors
-            are ignored.
-        level: log level of the first error. From `ERROR` on the traceback is also logged, unless
+        abandon: function that drops all sequences, because their state is unknown after an error;
+            errors in it are ignored.
+        level: log level of the first error. From `ERROR` on, the traceback is logged too, unless
             the engine's version is the cause.
 
     Attributes:
-        num_failures: errors so far.
+        num_failures: number of errors so far.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class EngineGuard:
         return True
 
     def count(self, error: Exception) -> None:
-        """Count an error that is already handled; log the first one."""
+        """Count an error that was already handled; log the first error."""
         self.num_failures += 1
         if self.num_failures == 1:
             has_trace = self._level >= logging.ERROR and not isinstance(

@@ -1,4 +1,4 @@
-"""Code shared by all adapters: tested versions, vocabularies, chains and engine settings."""
+"""Code that all adapters share: tested versions, vocabularies, draft chains and settings."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,19 +22,19 @@ from retriever.tree import ROOT, DraftTree
 _log = getLogger(__name__)
 
 _LEAST_SHARE: Final = 0.9
-"""Least share of a model's embeddings that belong to tokens: the others are padding."""
+"""Least share of a model's embeddings that belong to tokens; the rest is padding."""
 
 _told: set[tuple[str, str, str]] = set()
 
 
 def check_version(tested: str, *distributions: str) -> bool:
-    """Return whether an engine's version is one that its adapter was tested with.
+    """Return whether the adapter was tested with the installed version of its engine.
 
-    Other versions are also used, with one warning that gives the tested range.
+    Other versions are used too, with one warning that names the tested range.
 
     Args:
-        tested: the range, such as `>=5.0,<6`; releases before a final one count as they are.
-        distributions: names under which the engine may be installed; the first one found counts.
+        tested: range of versions, such as `>=5.0,<6`; pre-releases may be within it.
+        distributions: names under which the engine may be installed; the first name found counts.
     """
     name, found = installed(distributions)
     is_tested = _is_within(found, tested)
@@ -52,11 +52,12 @@ def _is_within(found: str, tested: str) -> bool:
 
 
 def vocabulary_of_drafter(drafter: Drafter) -> Vocabulary | None:
-    """Return the vocabulary that a drafter was made for; `None` if it is unknown.
+    """Return the vocabulary for which a drafter was made; `None` if it is unknown.
 
-    A service is asked for its indexes; if it is unreachable or has none, the vocabulary is unknown.
+    The vocabulary of a service is that of its indexes; if the service is unreachable or has no
+    indexes, it is unknown.
     """
-    stated = getattr(drafter, "vocabulary", None)  # the embedded drafter has it
+    stated = getattr(drafter, "vocabulary", None)  # an embedded drafter has this
     if isinstance(stated, Vocabulary):
         return stated
     if isinstance(drafter, RemoteDrafter):
@@ -69,7 +70,7 @@ def vocabulary_of_drafter(drafter: Drafter) -> Vocabulary | None:
 def checked_vocabulary_size(
     drafter: Drafter, model_vocabulary: int, own: Vocabulary | None = None
 ) -> int | None:
-    """Return the size of the vocabulary that a drafter knows; `None` if it is unknown.
+    """Return the size of a drafter's vocabulary; `None` if it is unknown.
 
     Args:
         drafter: the drafter to check.
@@ -77,7 +78,7 @@ def checked_vocabulary_size(
         own: vocabulary of the model's tokenizer, if it is known.
 
     Raises:
-        VocabularyMismatchError: the drafter is for another tokenizer.
+        VocabularyMismatchError: the drafter was made for another tokenizer.
     """
     theirs = vocabulary_of_drafter(drafter)
     if theirs is None:
@@ -91,8 +92,8 @@ def checked_vocabulary_size(
     is_padded = model_vocabulary * _LEAST_SHARE <= theirs.size <= model_vocabulary
     if own is None and not is_padded:
         _log.warning(
-            "drafts are for a tokenizer of %d tokens, but the model knows %d: it seems to be "
-            "another tokenizer's, so drafts will fail or hardly be accepted; name the model's own "
+            "drafts are for a tokenizer of %d tokens, but the model has %d: this seems to be "
+            "another tokenizer, so drafts will fail or hardly be accepted; name the model's own "
             "(tokenizer= or vocabulary=) to be sure",
             theirs.size,
             model_vocabulary,
@@ -101,10 +102,10 @@ def checked_vocabulary_size(
 
 
 def check_tenants(tenants: Sequence[str], drafter: Drafter) -> None:
-    """Refuse settings that name tenants if the drafter cannot keep them apart.
+    """Refuse settings that name tenants if the drafter cannot keep tenants apart.
 
     Args:
-        tenants: tenants in the settings.
+        tenants: names of the tenants in the settings.
         drafter: the drafter that the settings describe.
 
     Raises:
@@ -112,18 +113,18 @@ def check_tenants(tenants: Sequence[str], drafter: Drafter) -> None:
     """
     if tenants and not keeps_tenants(drafter):
         raise SettingsError(
-            "tenants: a service takes the tenant from the client's credentials: draft in this "
+            "tenants: a service knows the tenant by the client's credentials: draft in this "
             "process, or run an engine for each tenant"
         )
 
 
 def chain_for(tree: DraftTree, max_tokens: int, model_vocabulary: int) -> DraftTree:
-    """Return the best chain of a tree, up to the first token that the model lacks.
+    """Return the best chain in a tree, up to the first token that the model lacks.
 
     Args:
-        tree: a draft.
+        tree: the draft tree.
         max_tokens: most tokens of the chain.
-        model_vocabulary: how many tokens the model has; an engine may crash on any other.
+        model_vocabulary: number of tokens that the model has; an engine may crash on other tokens.
     """
     chain = tree.best_chain(max_tokens)
     unknown = np.flatnonzero((chain.token_ids < 0) | (chain.token_ids >= model_vocabulary))
@@ -131,11 +132,11 @@ def chain_for(tree: DraftTree, max_tokens: int, model_vocabulary: int) -> DraftT
 
 
 def within_vocabulary(tree: DraftTree, model_vocabulary: int) -> DraftTree:
-    """Return a tree without tokens that the model lacks and without their descendants.
+    """Return a tree without the tokens that the model lacks, and without their descendants.
 
     Args:
-        tree: a draft.
-        model_vocabulary: how many tokens the model has.
+        tree: the draft tree.
+        model_vocabulary: number of tokens that the model has.
     """
     kept = (tree.token_ids >= 0) & (tree.token_ids < model_vocabulary)
     if kept.all():
@@ -146,12 +147,12 @@ def within_vocabulary(tree: DraftTree, model_vocabulary: int) -> DraftTree:
 
 
 class EngineSettings(ClientSettings, EmbeddedSettings):
-    """The sources of drafts inside an engine, and what drafts may cost.
+    """The sources of drafts inside an engine, and limits on the time for drafts.
 
-    A field `name` is set by the key `name` in the TOML file that `FOREDRAFT_CONFIG` names or by the
-    environment variable `FOREDRAFT_NAME`; lists are written like `PATH`. Settings that a service
-    also has mean the same here. With one server, the drafter in this process stands in while the
-    server is unreachable.
+    A field `name` is set by the key `name` in the TOML file that `FOREDRAFT_CONFIG` names, or by
+    the environment variable `FOREDRAFT_NAME`; lists are written like `PATH`. Settings that a
+    service also has mean the same. With one server, the drafter in this process takes over while
+    the server is unreachable.
     """
 
     model_config = ConfigDict(title="Engine")
@@ -166,33 +167,34 @@ class EngineSettings(ClientSettings, EmbeddedSettings):
         ),
     ] = None
     budget_nodes: Annotated[
-        int, Field(ge=1, le=256, description="Most nodes of the tree that a chain is taken from.")
+        int,
+        Field(ge=1, le=256, description="Most nodes of the draft tree with the proposed chain."),
     ] = 64
     min_probability: Annotated[
-        float, Field(ge=0, le=1, description="Tokens less likely to be accepted are not proposed.")
+        float, Field(ge=0, le=1, description="Least acceptance probability of a token.")
     ] = 0.0
     idle_session_s: Annotated[
-        float, Field(gt=0, description="A sequence not seen for longer has ended, in seconds.")
+        float, Field(gt=0, description="Seconds after which an unseen sequence counts as ended.")
     ] = 10.0
     tenants: Annotated[
         list[str],
         Field(
             description="Tenants that a request may name, if the engine lets requests carry a "
-            "name; * for any. A request that names another is not drafted for."
+            "name; * for any. A request that names another tenant gets no drafts."
         ),
     ] = []  # noqa: RUF012  as pydantic copies it
     measure: Annotated[
         bool,
         Field(
-            description="Whether passes are timed, if the engine allows shorter drafts, so that "
-            "only as much is proposed as pays."
+            description="Whether to time passes, if the engine allows shorter drafts, so that "
+            "only as many tokens are proposed as pay off."
         ),
     ] = True
     always_propose: Annotated[
         bool,
         Field(
-            description="Whether every proposal is filled up to its full length, which models "
-            "with gated delta nets need in vLLM; then drafts are not cut to what pays."
+            description="Whether to pad every proposal to its full length, as models "
+            "with gated delta nets need in vLLM; drafts are then never shortened."
         ),
     ] = False
     threads: Annotated[
@@ -214,12 +216,12 @@ _SERVICE_ALONE: Final = {
 def resolve_settings(
     given: Mapping[str, object], environment: Mapping[str, str], where: str
 ) -> EngineSettings:
-    """Return the settings of a file, overridden by the environment and then by the engine.
+    """Return the settings of a file, overridden by the environment, then by the engine.
 
     Args:
         given: settings by name, from the engine's own configuration.
-        environment: environment variables. Those that only a service uses are ignored, because one
-            may run in the same environment.
+        environment: environment variables. Variables that only a service uses are ignored, because
+            a service may run in the same environment.
         where: name of the engine's own configuration, for messages.
 
     Raises:
@@ -232,5 +234,5 @@ def resolve_settings(
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = ".".join(str(part) for part in first["loc"])
-        reason = "it is no setting" if first["type"] == "extra_forbidden" else first["msg"]
+        reason = "there is no such setting" if first["type"] == "extra_forbidden" else first["msg"]
         raise SettingsError(f"{where}: {name}: {reason}") from error

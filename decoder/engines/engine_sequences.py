@@ -1,9 +1,9 @@
-"""Keeps a drafter up to date with an engine's sequences and drafts for those in a step.
+"""Sends an engine's sequences to a drafter, and drafts for the sequences of a step.
 
-At every step an engine shows rows: the tokens of the running sequences. If it names the request of
-a row, the row's sequence is found by that name and ends with the request. If it does not, it also
-does not report when a sequence begins, ends, is aborted or waits for memory. Then a row continues
-the sequence whose tokens are its prefix.
+In every step an engine passes rows: the tokens of the running sequences. If the engine names a
+row's request, that name identifies the row's sequence, which ends with the request. Otherwise the
+engine does not report either when a sequence begins, ends, is aborted or waits for memory. Then a
+row continues the sequence whose tokens are a prefix of the row.
 """
 
 import math
@@ -26,10 +26,11 @@ class NamedRequest:
     """A request that the engine names.
 
     Attributes:
-        name: unique among the running requests.
-        state: the engine's own object for the request, one per request. It distinguishes a request
-            from a later one of the same name.
-        fields: the fields of the request. Nothing is stored for a request without drafts.
+        name: name that is unique among the running requests.
+        state: the engine's own object for the request. It tells a request from a later request with
+            the same name.
+        fields: the request's fields for the drafter. For a request without drafts, nothing is
+            stored.
     """
 
     name: str | int
@@ -39,17 +40,17 @@ class NamedRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineRow:
-    """One running sequence, as an engine shows it in a step.
+    """One running sequence, as an engine passes it in a step.
 
     Attributes:
-        tokens: int32[n], the sequence; if `first` is not 0, only its last tokens. A view that the
-            engine may write to afterwards.
-        num_prompt: how many tokens are the prompt, if the sequence begins with this row. A row
-            without a request continues the sequence of exactly these tokens.
-        budget_nodes: most nodes of its draft; with 0 the drafter only gets the tokens.
-        request: the request of the row, if the engine names requests.
-        first: number of tokens before `tokens`; 0 without a request.
-        earlier: returns those tokens, int32[first] or more, if they can be known.
+        tokens: int32[n], the sequence; if `first` is not 0, only its last tokens. This is a view
+            that the engine may overwrite later.
+        num_prompt: number of prompt tokens, if the sequence begins with this row. A row without a
+            request continues the sequence of exactly these tokens.
+        budget_nodes: most nodes of the row's draft; with 0 the drafter only gets the tokens.
+        request: the row's request, if the engine names requests.
+        first: number of the sequence's tokens before `tokens`; 0 without a request.
+        earlier: function that returns those tokens, int32[first] or more, if they can be known.
     """
 
     tokens: TokenIds
@@ -61,11 +62,11 @@ class EngineRow:
 
     @property
     def fields(self) -> RequestFields:
-        """The fields of its request."""
+        """The fields of the row's request."""
         return PLAIN if self.request is None else self.request.fields
 
     def known(self) -> tuple[TokenIds, int]:
-        """Return int32[m], all known tokens of the sequence, and how many before are unknown."""
+        """Return int32[m], the sequence's known tokens, and how many before are unknown."""
         earlier = self.earlier() if self.first and self.earlier is not None else self.tokens[:0]
         if len(earlier) < self.first:
             return self.tokens, self.first
@@ -77,17 +78,19 @@ class SequenceLimits:
     """Limits on the tracked sequences and on the time for drafts.
 
     Attributes:
-        max_sequences: most sequences at once; the least recently seen one is ended to make room.
-        max_tokens: most tokens of all of them, 4 to 8 bytes each in addition to the drafter's own
-            memory.
-        idle_steps: a sequence without a name counts as ended after this many steps in a row without
-            it. Engines may show only a part of their sequences in each step.
-        idle_s: such a sequence counts as ended after this many seconds without it.
-        vocabulary_size: a token at or beyond it ends drafting for its sequence; `None` if the
-            drafter accepts all tokens.
-        deadline_s: a step opens as many sessions and requests as many drafts as recently fit into
-            this many seconds, at least one of each; `None` if the drafter keeps a deadline itself.
-        min_probability: less probable nodes are not drafted.
+        max_sequences: most sequences at a time; beyond it, the least recently seen sequence is
+            ended.
+        max_tokens: most tokens of all sequences together, 4 to 8 bytes each in addition to the
+            drafter's own memory.
+        idle_steps: an unnamed sequence counts as ended after this many steps in a row without it.
+            Engines may pass only a part of their sequences in each step.
+        idle_s: an unnamed sequence counts as ended after this many seconds without it.
+        vocabulary_size: size of the drafter's vocabulary; a token beyond it ends drafting for its
+            sequence. `None` if the drafter accepts all tokens.
+        deadline_s: seconds per step for opening sessions and drafting; a step does as much as
+            recently fit into them, but at least one of each. `None` if the drafter keeps a deadline
+            itself.
+        min_probability: least probability of a drafted node.
     """
 
     max_sequences: int = 2048
@@ -101,32 +104,32 @@ class SequenceLimits:
 
 _TAIL: Final = 8
 """Number of last tokens in the key of a sequence, before all tokens are compared: few enough to
-hash at every step, and enough that sequences of equal length rarely share them."""
+hash in every step, and enough that sequences of equal length rarely have the same last tokens."""
 
 _INERTIA: Final = 0.9
-"""Weight of earlier steps in the mean time of a draft: about the last ten steps count, so one pause
-of the machine does not cut the drafts of later steps for long."""
+"""Weight of earlier steps in the mean time of a draft: about the last ten steps count, so one
+machine pause does not reduce the drafts of later steps for long."""
 
 _Key = tuple[int, bytes] | str | int
 
 
 class EngineSequences:
-    """Keeps a drafter up to date with the sequences of an engine and drafts for them.
+    """Sends the sequences of an engine to a drafter, and drafts for them.
 
-    A row of a named request continues that request's sequence. A row without a name continues a
-    sequence only if it begins with all of the sequence's tokens, compared one by one. Then only the
-    new tokens are sent to the drafter. In one step no two rows share a sequence; unnamed rows with
+    A row of a named request continues that request's sequence. An unnamed row continues a sequence
+    only if all of the sequence's tokens are its prefix, compared one by one. Then only the new
+    tokens are sent to the drafter. In one step no two rows share a sequence; unnamed rows with
     equal tokens may swap sequences.
 
-    The output of a sequence is remembered when it ends, even if it was aborted, because it is the
-    model's own text. Errors of the drafter only cost drafts: a refused sequence gets no drafts, and
-    after a failure sessions are opened again; see `Followers`. `EngineGuard` handles any other
-    error. Not thread-safe.
+    When a sequence ends, its output is remembered, even if the sequence was aborted, because it is
+    the model's own text. Errors of the drafter only cost drafts: a refused sequence gets no drafts,
+    and after a failure sessions are opened again; see `Followers`. `EngineGuard` handles all other
+    errors. Not thread-safe.
 
     Args:
-        drafter: drafts for all rows of a step in one call.
+        drafter: the drafter, called once per step for all rows.
         limits: limits on sequences and time.
-        clock: a monotonic clock in seconds.
+        clock: function that returns monotonic time in seconds.
     """
 
     def __init__(
@@ -152,12 +155,12 @@ class EngineSequences:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the tracked sequences."""
+        """Number of tokens of the tracked sequences."""
         return self._num_tokens
 
     @property
     def num_failures(self) -> int:
-        """Calls that the drafter refused or did not answer."""
+        """Number of calls that the drafter refused or did not answer."""
         return self._followers.num_failures
 
     def step(self, rows: Sequence[EngineRow]) -> list[DraftTree]:
@@ -179,15 +182,15 @@ class EngineSequences:
         return trees
 
     def note(self, rows: Sequence[EngineRow]) -> None:
-        """Record a step without drafts; the drafter gets its tokens with the next draft or end."""
+        """Record a step without drafts; its tokens are sent with the next draft or end."""
         self._take_in(rows)
 
     def end(self, name: str | int, tokens: TokenIds | None = None) -> None:
-        """End the sequence of a request; its output is remembered.
+        """End the sequence of a request, and remember its output.
 
         Args:
-            name: name of the request; an unknown one is ignored.
-            tokens: int32[n], all of its tokens, if more were generated than shown.
+            name: name of the request; an unknown name is ignored.
+            tokens: int32[n], all tokens of the sequence, if rows have not passed all of them.
         """
         held = self._held.named(name)
         if held is None:
@@ -198,24 +201,24 @@ class EngineSequences:
         self._end(held)
 
     def end_others(self, running: Container[str | int]) -> None:
-        """End the sequences of named requests not in `running`, which may hold unseen requests."""
+        """End the sequences of named requests that are not in `running`."""
         for held in self._held.all():
             if held.request is not None and held.request.name not in running:
                 self._end(held)
 
     def close(self) -> None:
-        """End all sequences; their outputs are remembered."""
+        """End all sequences, and remember their outputs."""
         for held in self._held.all():
             self._end(held)
 
     def abandon(self) -> None:
-        """Drop all sequences in any state, without closing them properly; never raises."""
+        """Drop all sequences in any state, without closing them properly; never raise errors."""
         self._followers.abandon(held.follower for held in self._held.all())
         self._held = _HeldSequences()
         self._num_tokens = 0
 
     def _take_in(self, rows: Sequence[EngineRow]) -> list["_HeldSequence | None"]:
-        """Return the updated sequence of each row; `None` if there is none."""
+        """Return the updated sequence of each row; `None` for rows without a sequence."""
         self._step += 1
         now_s = self._clock()
         held = [self._follow(row, now_s) for row in rows]
@@ -234,7 +237,7 @@ class EngineSequences:
     def _found(self, row: EngineRow) -> tuple["_HeldSequence | None", TokenIds]:
         """Return the sequence that a row continues, if any, and the row's new tokens.
 
-        If a row does not continue its request's sequence, the sequence is ended.
+        If a row does not continue its request's sequence, that sequence is ended.
         """
         if row.request is None:
             before = row.tokens[: row.num_prompt]
@@ -249,7 +252,7 @@ class EngineSequences:
         return None, row.tokens
 
     def _begin(self, row: EngineRow) -> "_HeldSequence | None":
-        """Return a new sequence; `None` if there is no room for it."""
+        """Return a new sequence; `None` if there is no room for the sequence."""
         tokens, first = row.known()
         if not self._can_hold(tokens, is_new=True):
             return None
@@ -261,15 +264,15 @@ class EngineSequences:
         return held
 
     def _go_on(self, held: "_HeldSequence", new: TokenIds) -> "_HeldSequence | None":
-        """Return a sequence with its new tokens; `None` if there is no room for them."""
-        held.step = self._step  # not for other rows of this step, nor ended for one
+        """Return a sequence with its new tokens; `None` if there is no room for the tokens."""
+        held.step = self._step  # so other rows of this step neither use nor end it
         if not self._can_hold(new, is_new=False):
             return None
         self._extend(held, new)
         return held
 
     def _extend(self, held: "_HeldSequence", new: TokenIds) -> None:
-        self._held.remove(held)  # its key is its tokens if it has no name
+        self._held.remove(held)  # the key of an unnamed sequence is its tokens
         held.sequence.extend(new)
         self._held.add(held)
         self._num_tokens += len(new)
@@ -280,7 +283,7 @@ class EngineSequences:
         held.follower.close()
 
     def _can_hold(self, tokens: TokenIds, *, is_new: bool) -> bool:
-        """Return whether tokens are valid and there is room, ending other sequences if needed.
+        """Return whether tokens are valid and there is room; end other sequences if needed.
 
         The least recently seen sequences are ended, but none that was seen in this step.
         """
@@ -297,7 +300,7 @@ class EngineSequences:
         return True
 
     def _end_unseen(self, now_s: float) -> None:
-        """End unnamed sequences that were not seen for too long."""
+        """End unnamed sequences that have not been seen for too long."""
         last_step, last_s = self._step - self._limits.idle_steps, now_s - self._limits.idle_s
         for held in self._held.all():
             is_unseen = held.request is None and held.step < self._step
@@ -305,7 +308,7 @@ class EngineSequences:
                 self._end(held)
 
     def _in_turns(self, num_wanted: int) -> list[int]:
-        """Return which rows to draft for: as many as the deadline allows, in rotation."""
+        """Return the rows to draft for: as many as the deadline allows, in rotation."""
         order = [(self._turn + at) % num_wanted for at in range(num_wanted)]
         if self._draft_s > 0 and self._deadline_s < num_wanted * self._draft_s:
             order = order[: max(1, int(self._deadline_s / self._draft_s))]
@@ -313,7 +316,7 @@ class EngineSequences:
         return order
 
     def _ask(self, asked: Sequence[tuple[Follower, int]]) -> list[DraftTree]:
-        """Draft for open sessions; on success, record the time."""
+        """Draft for open sessions; if all succeed, record the time."""
         failures, start_s = self.num_failures, self._clock()
         trees = self._followers.draft(asked, self._limits.min_probability)
         if asked and self.num_failures == failures:
@@ -324,14 +327,14 @@ class EngineSequences:
 
 @dataclass(slots=True, eq=False)
 class _HeldSequence:
-    """A sequence with a copy of its tokens and the follower that keeps the drafter up to date.
+    """A sequence with a copy of its tokens, and the follower that sends them to the drafter.
 
     Attributes:
-        follower: follower of the sequence.
-        request: its request, if the engine names requests.
-        first: number of unknown tokens before those of the sequence.
-        step: number of the step in which it was last seen.
-        seen_s: time when it was last seen, in seconds.
+        follower: the follower of the sequence.
+        request: the sequence's request, if the engine names requests.
+        first: number of unknown tokens before the known tokens of the sequence.
+        step: number of the step in which the sequence was last seen.
+        seen_s: time when the sequence was last seen, in seconds.
     """
 
     follower: Follower
@@ -353,7 +356,7 @@ class _HeldSequence:
         return self.request is not None and self.request.state is request.state
 
     def behind(self, tokens: TokenIds, first: int) -> TokenIds | None:
-        """Return the new tokens of int32[n], shown from `first` on; `None` if known ones differ."""
+        """Return the new ones of a row's tokens, int32[n]; `None` if the known ones differ."""
         known = self.sequence.tokens
         begin = max(first - self.first, 0)
         shown = tokens[max(self.first - first, 0) :]
@@ -364,7 +367,7 @@ class _HeldSequence:
 
 
 class _HeldSequences:
-    """Sequences by name, or for unnamed ones by length and last tokens.
+    """Sequences by name; unnamed sequences by length and last tokens.
 
     Unnamed sequences are compared from the first to the last token, so that a row never continues
     the wrong one. Comparing reads 4 bytes per token: a few microseconds for 32k tokens.
@@ -378,7 +381,7 @@ class _HeldSequences:
         return self._num
 
     def all(self) -> list[_HeldSequence]:
-        """Return all sequences in a new list, so that the original may change meanwhile."""
+        """Return all sequences in a new list, so that callers may change the original."""
         return [held for filed in self._filed.values() for held in filed]
 
     def add(self, held: _HeldSequence) -> None:
@@ -396,7 +399,7 @@ class _HeldSequences:
         return next(iter(self._filed.get(name, ())), None)
 
     def of_tokens(self, tokens: TokenIds, step: int) -> _HeldSequence | None:
-        """Return a sequence that equals int32[n] and that no row used in this step."""
+        """Return a sequence that equals int32[n] tokens and that no row of this step uses."""
         filed = self._filed.get(_key(tokens), ())
         return next(
             (each for each in filed if each.step != step and each.sequence.begins(tokens)), None

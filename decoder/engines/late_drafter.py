@@ -1,4 +1,4 @@
-"""A drafter that becomes available later: its kernels compile while the engine starts."""
+"""A drafter that becomes available later, because its kernels compile while the engine starts."""
 
 from collections.abc import Callable, Sequence
 from logging import getLogger
@@ -24,14 +24,14 @@ from retriever.tree import DraftTree
 _log = getLogger(__name__)
 
 _LOOK_S: Final = 0.1
-_COMPILING: Final = "kernels are being compiled for this machine: drafts come after that"
+_COMPILING: Final = "kernels are being compiled for this machine: drafts start after that"
 
 
 def without_waiting(drafter: Drafter) -> Drafter:
-    """Return a drafter that never waits for a compiler: the same one if its kernels are cached.
+    """Return a drafter that never waits for a compiler: the given one if its kernels are cached.
 
     Args:
-        drafter: any drafter; only one in this process has kernels.
+        drafter: any drafter; only a drafter in this process needs kernels.
     """
     if not isinstance(drafter, EmbeddedDrafter):
         return drafter
@@ -42,17 +42,17 @@ def without_waiting(drafter: Drafter) -> Drafter:
 
 
 class LateDrafter(OfOneProcess):
-    """Refuses all calls until its kernels are compiled, then delegates to the opened drafter.
+    """Refuses all calls until its kernels are compiled, then passes calls to the opened drafter.
 
-    Until then an engine decodes without drafts, as when a service is down.
+    Until then the engine decodes without drafts, as when a service is down.
 
     Args:
-        open_drafter: opens the drafter, in a thread of this object.
+        open_drafter: function that opens the drafter; called in a thread of this object.
         vocabulary: vocabulary of the engine's tokenizer, if it is known.
 
     Attributes:
-        vocabulary: as given.
-        keeps_tenants: see `Drafter`.
+        vocabulary: vocabulary of the engine's tokenizer, if it is known.
+        keeps_tenants: whether tenants are kept apart; see `Drafter`.
     """
 
     keeps_tenants = True
@@ -78,7 +78,7 @@ class LateDrafter(OfOneProcess):
         """Begin a sequence; see `EmbeddedDrafter.open`.
 
         Raises:
-            DrafterUnavailableError: kernels are being compiled.
+            DrafterUnavailableError: kernels are still being compiled.
         """
         self._ready().open(session, prompt, options)
 
@@ -126,7 +126,7 @@ class LateDrafter(OfOneProcess):
                     drafter.shut_down()
                     return
                 self._drafter = drafter
-        except Exception:  # noqa: BLE001  (an engine continues without drafts)
+        except Exception:  # noqa: BLE001  (the engine continues without drafts)
             _log.exception("no drafts from now on: the drafter cannot be opened")
             return
         _log.warning("kernels are compiled: drafts are made from now on")

@@ -1,4 +1,4 @@
-"""Options for the drafter in the fields that an engine lets a request carry."""
+"""Reads options for the drafter from the fields that an engine allows in requests."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -15,29 +15,29 @@ from retriever.predict.phrases import Encode
 from retriever.sequences import TokenSequence, checked_options
 
 PREFIX: Final = "foredraft"
-"""Fields are read from the mapping `foredraft` and from single keys `foredraft_NAME`, because
-requests to OpenAI-compatible servers cannot carry mappings."""
+"""Name of the mapping of fields in a request. Single keys `foredraft_NAME` are read too, because
+requests to OpenAI-compatible servers cannot contain mappings."""
 
 ANY_TENANT: Final = "*"
 """Stands for any tenant in the settings."""
 
 _MOST_COMPLAINTS: Final = 20
-"""Most requests whose invalid fields are logged: a faulty client repeats its mistake in every
-request."""
+"""Most requests whose invalid fields are logged, because a faulty client repeats its mistake in
+every request."""
 
 _MOST_CHARACTERS: Final = 1 << 20
-"""Most characters in a request's predictions: a step waits while they are encoded, some
-milliseconds per hundred thousand."""
+"""Most characters in a request's predictions: a step waits while they are encoded, a few
+milliseconds per hundred thousand characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFields:
-    """How one request is drafted for.
+    """How to draft for one request.
 
     Attributes:
-        drafts: whether to draft. If not, no drafter sees the request and nothing of it is stored.
-        budget: most tokens to propose in a step, within the engine's limit; 0 proposes none but
-            stores the output. `None` for the engine's limit.
+        drafts: whether to draft. If not, no drafter sees the request, and nothing of it is stored.
+        budget: most tokens to propose in a step, within the engine's limit. With 0 none are
+            proposed, but the output is stored. `None` for the engine's limit.
         options: options for the drafter.
     """
 
@@ -46,20 +46,20 @@ class RequestFields:
     options: SequenceOptions = DEFAULT
 
     def most(self, room: int) -> int:
-        """Return the most tokens of a proposal, given how many the engine has room for."""
+        """Return the most tokens to propose, given how many tokens the engine has room for."""
         most = room if self.budget is None else min(self.budget, room)
         return max(most, 0) if self.drafts else 0
 
     def begin(self, tokens: TokenIds, num_prompt: int) -> TokenSequence:
-        """Return a sequence with a copy of int32[n], the first `num_prompt` being the prompt."""
+        """Return a sequence with a copy of int32[n] tokens, `num_prompt` of them the prompt."""
         return TokenSequence(tokens, num_prompt, self.options)
 
 
 PLAIN: Final = RequestFields()
-"""Fields of a request that states none."""
+"""Fields of a request that sets none."""
 
 NOT_DRAFTED: Final = RequestFields(drafts=False, options=SequenceOptions(remember=False))
-"""Fields of a request whose own cannot be honoured, so that its privacy is kept."""
+"""Fields of a request whose own fields cannot be followed: nothing of it is stored, for privacy."""
 
 _OPTIONS: Final = tuple(each.name for each in fields(SequenceOptions))
 _NAMES: Final = ("drafts", "budget", *_OPTIONS, "vocabulary")
@@ -69,17 +69,18 @@ SHAPING: Final = (
     *(each for each in _NAMES if each not in {"drafts", "tenant", "remember", _LATE}),
     _LATE,
 )
-"""Fields that affect what is drafted, not for whom or what is stored; a field that depends on
-others comes after them."""
+"""Fields that affect what is drafted, not the tenant or what is stored. A field that depends on
+other fields comes after them."""
 
 
 class FieldReader:
-    """Reads and checks requests' fields; reports errors and fields that are left out.
+    """Reads and checks the fields of requests; reports errors and fields that are left out.
 
     Args:
-        tenants: tenants that requests may name; includes `ANY_TENANT` to allow any.
+        tenants: tenants that requests may name; with `ANY_TENANT`, requests may name any tenant.
         most_tokens: most tokens of a sequence that the engine verifies.
-        encode: the engine's tokenizer, without special tokens; `None` if it is unknown.
+        encode: function that encodes text with the engine's tokenizer, without special tokens;
+            `None` if the tokenizer is unknown.
         vocabulary: vocabulary of that tokenizer; `None` if it is unknown.
     """
 
@@ -96,14 +97,14 @@ class FieldReader:
         self._vocabulary = vocabulary
 
     def read(self, carried: Mapping[str, Any] | None) -> tuple[RequestFields, str]:
-        """Return a request's fields and what is not followed of them; empty if all is followed.
+        """Return a request's fields, and a text about those that are not followed, empty if none.
 
         Args:
-            carried: the fields that the request carried in the engine, including others' fields.
+            carried: all extra fields of the request, including fields for other software.
 
         Raises:
             InvalidRequestError: a field is unknown or invalid, or the tenant is not in the
-                settings; the message names it.
+                settings; the message names the field.
         """
         stated = _stated(carried)
         if not stated:
@@ -114,7 +115,7 @@ class FieldReader:
         options |= {
             "remember": _switch("remember", stated.get("remember", True)),
             "tenant": self._tenant(stated.get("tenant", "")),
-            "predictions": (),  # already checked; invalid ones were left out
+            "predictions": (),  # already checked; invalid predictions were left out
         }
         checked = checked_options(SequenceOptions(**options), keeps_tenants=True)
         found = RequestFields(
@@ -147,7 +148,7 @@ class FieldReader:
         return stated
 
     def _predictions(self, stated: Mapping[str, Any]) -> tuple[tuple[Prediction, ...], str]:
-        """Return the predictions, and why they are left out if they cannot be used."""
+        """Return the predictions, and the reason if they are left out."""
         given = stated.get("predictions")
         if not given:
             return (), ""
@@ -165,13 +166,13 @@ class FieldReader:
                 f"their tokenizer ({fingerprint}) is not the engine's ({own.describe()})"
             )
         if min(ids) < 0 or (own is not None and max(ids) >= own.size):
-            raise _LeftOutError("a token is not one of the engine's: they seem another tokenizer's")
+            raise _LeftOutError("a token is not the engine's: they may be another tokenizer's")
         return Prediction(np.array(ids, np.int32), "prediction")
 
     def _of_texts(self, given: object) -> tuple[Prediction, ...]:
         texts = given if isinstance(given, list) else [given]
         if self._encode is None:
-            raise _LeftOutError("the engine's tokenizer is not known: state token ids")
+            raise _LeftOutError("the engine's tokenizer is not known: give token ids")
         if sum(len(each) for each in texts if isinstance(each, str)) > _MOST_CHARACTERS:
             raise _LeftOutError(f"they have more than {_MOST_CHARACTERS} characters")
         found: list[Prediction] = []
@@ -185,7 +186,7 @@ class FieldReader:
 
 
 class Complaints:
-    """Logs what is not followed of the first requests, because no error may reach a client.
+    """Logs which fields of the first requests are not followed, as no error may reach a client.
 
     Args:
         log: logger of the adapter.
@@ -196,11 +197,11 @@ class Complaints:
         self._num = 0
 
     def add(self, request: str, reason: str) -> None:
-        """Log what is not followed of a request.
+        """Log which fields of a request are not followed.
 
         Args:
             request: name of the request.
-            reason: a sentence without a full stop.
+            reason: the reason, a sentence without a full stop.
         """
         self._num += 1
         if self._num <= _MOST_COMPLAINTS:
@@ -214,7 +215,7 @@ class _LeftOutError(Exception):
 
 
 def _stated(carried: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return our fields among those of a request, by name without the prefix."""
+    """Return foredraft's fields in a request, by name without the prefix."""
     if not carried:
         return {}
     whole = carried.get(PREFIX, {})
@@ -236,7 +237,7 @@ _SWITCHES: Final = {"true": True, "1": True, "on": True, "false": False, "0": Fa
 
 
 def _switch(name: str, stated: object) -> bool:
-    """Return a boolean; servers turn booleans into numbers or texts."""
+    """Return a field's value as a boolean; servers turn booleans into numbers or texts."""
     found = _SWITCHES.get(str(stated).lower())
     if found is None:
         raise InvalidRequestError(f"{PREFIX}_{name}: {stated!r} is neither true nor false")

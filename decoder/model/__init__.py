@@ -1,1 +1,1 @@
-"""The target model: loading, KV cache, attention masks and passes over draft trees."""
+"""The target model: loading, KV cache, attention masks, and passes over draft trees."""

@@ -1,4 +1,4 @@
-"""Grouped-query attention without repeated keys: a group's queries are rows of one product."""
+"""Grouped-query attention without repeated keys: the queries of a group form one product."""
 
 import inspect
 from collections.abc import Callable
@@ -17,9 +17,10 @@ from transformers.masking_utils import (  # type: ignore[attr-defined]  # one is
 from decoder.model.tree_rows import TreeRows
 
 _UNFUSED_SCORES: Final = 7000
-"""Least scores of a head (rows of its group times keys) for which two products and a softmax are
-faster than the fused kernel. Measured in half precision on a CPU: the fused kernel takes 48 µs
-against 55 for 12 rows and 400 keys, and 177 against 96 for 24 rows and 1,000."""
+"""Least number of scores of a head (rows of its group times keys) for which two products and a
+softmax are faster than the fused kernel. Measured in half precision on a CPU: for 12 rows and 400
+keys the fused kernel takes 48 µs against 55 µs; for 24 rows and 1,000 keys, 177 µs against 96
+µs."""
 
 _HALF: Final = (torch.bfloat16, torch.float16)
 
@@ -27,14 +28,14 @@ _TAKEN: Final = {"module", "query", "key", "value", "attention_mask", "scaling",
 _REFUSED: Final = {"softcap"} | (
     inspect.signature(sdpa_attention_forward).parameters.keys() - _TAKEN - {"kwargs", "dropout"}
 )
-"""Options that change the result of sdpa attention, including those of later versions."""
+"""Options that change the result of sdpa attention, including options of later versions."""
 
 
 class AttendingMask(torch.Tensor):
-    """Stands in for the mask of a pass over places of a cache, and computes that pass's attention.
+    """Replaces the mask of a pass over places of a cache, and computes the pass's attention.
 
-    Models pass a four-dimensional mask on unchanged. Its own values mean nothing, and it belongs to
-    no device: code that moves tensors between layers leaves it alone.
+    Models pass a four-dimensional mask on unchanged. The values of this tensor have no meaning. It
+    belongs to no device: code that moves tensors between layers leaves it alone.
     """
 
     def to(self, *_: Any, **__: Any) -> Self:
@@ -51,19 +52,21 @@ class AttendingMask(torch.Tensor):
         scaling: float | None,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attend for all sequences of the pass.
+        """Compute the attention of all sequences in the pass.
 
         Args:
             module: the layer.
-            query: [1, heads, rows, head size], the rows of one sequence after those of another.
-            key: [1, key heads, places * capacity, head size], keys of all places.
-            value: [1, key heads, places * capacity, value size].
-            dropout: see `tree_attention`, also for the following arguments.
+            query: [1, heads, rows, head size], queries of all sequences, one sequence after
+                another.
+            key: [1, key heads, places * capacity, head size], the keys of all places.
+            value: [1, key heads, places * capacity, value size], the values of all places.
+            dropout: probability of dropout; zero outside training.
             scaling: factor of the scores.
             options: further arguments of the model.
 
         Returns:
-            [1, rows, heads, value size], and no attention weights.
+            [1, rows, heads, value size], the attention output, and `None` for the attention
+            weights.
         """
         raise NotImplementedError
 
@@ -80,24 +83,25 @@ def tree_attention(  # noqa: PLR0913, PLR0917  the parameters are transformers'
 ) -> tuple[torch.Tensor, None]:
     """Return the result of transformers' sdpa attention, faster for single rows and for trees.
 
-    The heads of a group share keys and values, so their queries are rows of one product, and only
-    the mask is repeated. Passes that are neither a single row nor a tree, such as prompts, and
-    passes with an unknown option use transformers' own function.
+    The heads of a group share keys and values, so their queries form one product, and only the mask
+    is repeated. Passes that are neither a single row nor a tree, such as prompts, use transformers'
+    own function. So do passes with an unknown option.
 
     Args:
         module: the layer.
-        query: [batch, heads, rows, head size].
-        key: [batch, key heads, keys, head size]; query head h belongs to key head
-            h // (heads / key heads).
-        value: [batch, key heads, keys, value size].
-        attention_mask: additive, [batch or 1, 1, rows, keys], or `None`; or an `AttendingMask` of a
-            packed or captured pass.
-        dropout: probability; zero outside training.
-        scaling: factor of the scores; by default one over the root of the head size.
+        query: [batch, heads, rows, head size], the queries.
+        key: [batch, key heads, keys, head size], the keys; query head h uses key head h // (heads /
+            key heads).
+        value: [batch, key heads, keys, value size], the values.
+        attention_mask: additive mask, [batch or 1, 1, rows, keys], or `None`; or the
+            `AttendingMask` of a packed or captured pass.
+        dropout: probability of dropout; zero outside training.
+        scaling: factor of the scores; by default 1 over the square root of the head size.
         options: further arguments of the model.
 
     Returns:
-        [batch, rows, heads, value size], and no attention weights.
+        [batch, rows, heads, value size], the attention output, and `None` for the attention
+        weights.
     """
     if isinstance(attention_mask, AttendingMask):
         return attention_mask.attend(module, query, key, value, dropout, scaling, **options)
@@ -121,7 +125,7 @@ def attended_by_group(
     mask: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
-    """Attend with folded heads; [batch, key heads, rows, value size]."""
+    """Return [batch, key heads, rows, value size], the attention output of folded heads."""
     if mask is not None and _pays_unfused(queries, key):
         return _unfused(queries, key, value, mask, scale)
     return torch.nn.functional.scaled_dot_product_attention(
@@ -135,11 +139,11 @@ def scale_of(query: torch.Tensor, scaling: float | None) -> float:
 
 
 def score_products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Return [batch, rows, keys], products in at least single precision.
+    """Return [batch, rows, keys], the products of queries and keys, in at least single precision.
 
     Args:
-        queries: [batch, rows, size].
-        keys: [batch, keys, size].
+        queries: [batch, rows, size], the queries.
+        keys: [batch, keys, size], the keys.
     """
     if queries.dtype not in _HALF:
         return torch.bmm(queries, keys.transpose(1, 2))
@@ -156,7 +160,7 @@ def by_place(states: torch.Tensor, capacity: int) -> torch.Tensor:
 
 
 def folded(query: torch.Tensor, key_heads: int) -> torch.Tensor:
-    """Return [batch, key heads, group * rows, head size], the rows of a group one after another."""
+    """Return [batch, key heads, group * rows, head size], the queries of each group joined."""
     batch, heads, rows, size = query.shape
     return query.reshape(batch, key_heads, heads // key_heads * rows, size)
 
@@ -175,30 +179,30 @@ def tree_mask(  # noqa: PLR0913  the parameters are transformers'
     allow_is_causal_skip: bool = True,
     **_: Any,
 ) -> torch.Tensor | None:
-    """Return the mask of a pass over a tree: the model's own rule, by positions, and the tree's.
+    """Return the mask of a pass over a tree: the model's own rule combined with the tree's paths.
 
-    The rule is evaluated on positions instead of slots, because with slots siblings would push each
-    other out of a window. The mask is additive floating point, because eager attention would add a
-    boolean mask as numbers.
+    The model's rule is evaluated on positions instead of slots, because with slots siblings would
+    push each other out of a window. The mask is an additive floating-point mask, because eager
+    attention would add a boolean mask as numbers.
 
     Args:
         rows: rows of the pass.
-        window: positions that each row sees in all layers, itself included: some models have a
-            window only in their cache. `None` for no such limit.
-        q_length: n, as counted by transformers.
-        kv_length: number of keys that the layer shows.
+        window: number of positions that each row sees in all layers, itself included, because some
+            models have a window only in their cache. `None` for no such limit.
+        q_length: number of rows n, as counted by transformers.
+        kv_length: number of keys that the layer's cache provides.
         kv_offset: position of the first key.
-        mask_function: the model's rule; see `transformers.masking_utils`.
-        dtype: dtype of the states.
-        device: device of the mask.
-        use_vmap: whether the rule takes only single indices.
-        allow_is_causal_skip: whether the model accepts no mask if nothing is hidden.
+        mask_function: the model's masking rule; see `transformers.masking_utils`.
+        dtype: dtype of the keys and values.
+        device: device to put the mask on.
+        use_vmap: whether the rule accepts only single indices.
+        allow_is_causal_skip: whether the model accepts `None` as the mask if nothing is hidden.
 
     Returns:
         dtype[1, 1, n, keys], zero where attention is allowed; `None` if a single row sees all keys.
 
     Raises:
-        ValueError: the layer shows keys other than those of the context and the tree.
+        ValueError: the layer's cache provides other keys than those of the context and the tree.
     """
     if (q_length, kv_offset + kv_length) != (rows.num_read, rows.num_keys):
         raise ValueError(
@@ -214,13 +218,13 @@ def tree_mask(  # noqa: PLR0913  the parameters are transformers'
 
 
 def hide(mask: torch.Tensor, rows: TreeRows, first_key: int = 0, window: int | None = None) -> None:
-    """Mask the keys that the rows of a pass may not see.
+    """Set a mask to hide the keys that the rows of a pass may not see.
 
     Args:
-        mask: additive, [n, keys]: the context from `first_key` on, then all rows.
+        mask: additive mask, [n, keys], over the context from `first_key` on, then all rows.
         rows: rows of the pass.
-        first_key: position of the first shown key.
-        window: positions that each row sees, itself included; `None` for all.
+        first_key: position of the first key in the mask.
+        window: number of positions that each row sees, itself included; `None` for all.
     """
     unseen = torch.from_numpy(~rows.visible_to_read).to(mask.device)
     mask[:, rows.past - first_key :].masked_fill_(unseen, lowest(mask.dtype))
@@ -230,7 +234,7 @@ def hide(mask: torch.Tensor, rows: TreeRows, first_key: int = 0, window: int | N
 
 
 def lowest(dtype: torch.dtype) -> float:
-    """Return the mask value that hides a key, for a dtype."""
+    """Return the value that hides a key in a mask of a dtype."""
     return torch.finfo(dtype).min
 
 
@@ -241,9 +245,9 @@ def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def single_row_mask(*, dtype: torch.dtype, **options: Any) -> torch.Tensor | None:
-    """Return the mask of one row after its context, as a model makes it if none is given.
+    """Return the mask of one row after its context, as the model itself would build it.
 
-    The cache shows a single row only the keys in its window, and usually it may see all of them.
+    The cache provides a single row only with the keys in its window, and usually all are visible.
     """
     skips = options.get("allow_is_causal_skip", True)
     if skips and options["mask_function"] is causal_mask_function:
@@ -255,7 +259,7 @@ def single_row_mask(*, dtype: torch.dtype, **options: Any) -> torch.Tensor | Non
 def _seen_by(
     rule: Callable[..., Any], rows: torch.Tensor, columns: torch.Tensor, *, use_vmap: bool
 ) -> torch.Tensor:
-    """Return bool[n, keys], which positions a rule of transformers lets each row see."""
+    """Return bool[n, keys], the positions that a transformers rule lets each row see."""
     first = torch.zeros(1, dtype=torch.int64, device=rows.device)
     if use_vmap:
         with TransformGetItemToIndex():
@@ -266,7 +270,7 @@ def _seen_by(
 
 
 def _additive_unless_all(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return a mask; `None` for a single row that sees all, if the host can check that at once."""
+    """Return a mask; `None` for a single row on a CPU that sees all keys."""
     if seen.shape[2] == 1 and seen.device.type == "cpu" and bool(seen.all()):
         return None
     return additive(seen, dtype)
@@ -281,16 +285,16 @@ def _is_folded(query: torch.Tensor, mask: torch.Tensor | None, options: dict[str
 
 
 def refused_options(options: dict[str, Any]) -> list[str]:
-    """Return the options that change the result in a way that is not supported here."""
+    """Return the options that change the result in an unsupported way."""
     return sorted(name for name in _REFUSED if options.get(name) is not None)
 
 
 def _pays_unfused(queries: torch.Tensor, key: torch.Tensor) -> bool:
     """Return whether two products and a softmax are faster than the fused kernel.
 
-    Measured in bfloat16 on a processor with instructions for it (AVX-512 BF16): there torch's fused
-    kernel is slower once there are many scores per head. Without these instructions the plain
-    products take ten times as long as the fused kernel.
+    Measured in bfloat16 on a processor with instructions for it (AVX-512 BF16): torch's fused
+    kernel is slower for many scores per head. Without these instructions, the separate products
+    take ten times as long as the fused kernel.
     """
     if queries.device.type != "cpu" or queries.dtype != torch.bfloat16:
         return False
@@ -305,10 +309,10 @@ def _unfused(
     mask: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Attend as torch's own attention does, with scores in single precision.
+    """Compute attention as torch's own kernel does, with scores in single precision.
 
-    In half precision products of large states overflow, and scores of a few thousand are rounded to
-    whole numbers.
+    In half precision, products of large values would overflow, and scores of a few thousand would
+    be rounded to whole numbers.
     """
     batch, heads, rows, _ = query.shape
     products = score_products(query.flatten(0, 1), key.flatten(0, 1))

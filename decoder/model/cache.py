@@ -1,9 +1,9 @@
-"""A KV cache for trees: it grows in place and can keep any path of the last pass.
+"""A KV cache for trees: it grows in place, and can keep any path of the last pass.
 
 It has a place for each sequence that is decoded at the same time. Places have equal length and lie
-one after another in one buffer, so one pass can write to all of them and read neighbours together.
-Layers may be on several devices; each takes indices on its own device. Keys and values of finished
-sequences are kept for later sequences with the same prefix.
+one after another in one buffer. So one pass can write to all places and read neighbouring places
+together. Layers may be on several devices; each needs indices on its own device. Keys and values of
+finished sequences are stored for later sequences with the same prefix.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,33 +18,34 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from retriever.drafter import TokenIds
 
 DEFAULT_PREFIX_BYTES: Final = 256 << 20
-"""About 10,000 tokens of a small model, or 2,000 of an 8B model."""
+"""Bytes for stored prefixes: about 10,000 tokens of a small model, or 2,000 of an 8B model."""
 
 _LEAST_TOKENS: Final = 32
-"""Rereading a shorter prefix takes less time than managing it."""
+"""Least length of a stored prefix: reading a shorter prefix again takes less time than storing
+it."""
 
 LayerStates = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
-"""Keys and values by layer number, [1, heads, n, size] each."""
+"""Keys and values by layer number, each [1, heads, n, size]."""
 
 _MIN_CAPACITY = 256
-"""Slots of the first buffers: growing copies, and smaller buffers would have to grow within a few
-lines."""
+"""Slots of the first buffers: growing copies them, and smaller buffers would have to grow within a
+few lines of text."""
 
-_ANY_STATE = 0.01  # non-zero: unwritten pages share one page and are faster to read
+_ANY_STATE = 0.01  # non-zero, because memory that was never written is faster to read
 _STANDING_OUT = 3000.0
-"""Scale of values that show whether a token was seen among hundreds of others."""
+"""Scale of values that show whether a token was visible among hundreds of others."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frame:
-    """The slots that a pass writes and the keys that it sees.
+    """The slots to which a pass writes, and the keys that it sees.
 
     Attributes:
-        slots: int64[rows], the slots for the rows' states, counted over all places.
-        num_keys: number of first slots of the buffers that are shown, used or not; `None` for all.
-            The mask hides those that a row must not see.
-        length: int64[], tokens before the rows, for a model that makes its own masks; `None` if
-            masks are given.
+        slots: int64[rows], the slots for the rows' keys and values, counted over all places.
+        num_keys: number of first slots of the buffers that the pass reads, used or not; `None` for
+            all. The mask hides the slots that a row must not see.
+        length: int64[], number of tokens before the rows, for a model that builds its own masks;
+            `None` if masks are given.
     """
 
     slots: torch.Tensor
@@ -53,19 +54,19 @@ class Frame:
 
 
 class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typed there
-    """One layer's keys and values, in places with power-of-two capacity that grow when full.
+    """One layer's keys and values, in places whose capacity, a power of two, grows when needed.
 
-    The time to append or to keep a path depends on the new tokens, not on the context. A sliding
-    layer also holds every token, so that a rejected draft pushes no token out of a window; a pass
-    is shown only the tokens that at least one of its rows can see.
+    The time to append tokens or to keep a path depends on the new tokens, not on the context. A
+    sliding layer also holds every token, so that a rejected draft pushes no token out of a window.
+    A pass gets only the tokens that at least one of its rows can see.
 
     Args:
-        window: positions that a token sees, itself included; `None` for all.
+        window: number of positions that a token sees, itself included; `None` for all.
 
     Attributes:
-        place: current place, for calls that name none.
-        frame: frame of the current pass if it names its slots; its tokens are not appended.
-        num_growths: how often the buffers were replaced by larger ones.
+        place: current place, for calls that name no place.
+        frame: frame of the current pass, if the pass names its slots instead of appending tokens.
+        num_growths: number of times that the buffers were replaced by larger buffers.
     """
 
     is_croppable = True
@@ -81,7 +82,7 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of a token's keys and values."""
+        """Bytes of one token's keys and values."""
         buffers = (self._key_buffer, self._value_buffer)
         return sum(each[..., :1, :].numel() * each.element_size() for each in buffers)
 
@@ -96,7 +97,7 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
         return list(self._lengths)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Take shapes, dtype and device from the first states."""
+        """Allocate empty buffers with the shapes, dtype and device of the first keys and values."""
         self.dtype, self.device = key_states.dtype, key_states.device
         with torch.inference_mode(False):
             self._key_buffer = torch.empty_like(key_states[..., :0, :])
@@ -106,7 +107,7 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append states and return all that they can see, [batch, heads, keys, head size]."""
+        """Append keys and values; return all visible ones, [batch, heads, keys, head size]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.frame is not None:
@@ -121,14 +122,14 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
         return keys[..., first:end, :], values[..., first:end, :]
 
     def held(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of all tokens, [batch, heads, length, head size]."""
+        """Return the keys and values of all tokens, each [batch, heads, length, head size]."""
         keys, values = self._of_place()
         length = self._lengths[self.place]
         return keys[..., :length, :], values[..., :length, :]
 
     @torch.no_grad()
     def put_back(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Replace the contents by states that were held before, [1, heads, n, size] each."""
+        """Replace the place's contents by keys and values, each [1, heads, n, size]."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         length = keys.shape[-2]
@@ -142,7 +143,7 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
         self._lengths[self.place] = min(length, self._lengths[self.place])
 
     def keep(self, start: int, slots: torch.Tensor) -> None:
-        """Move the tokens in `slots`, int64[n] at or past `start`, to `start`; drop the rest."""
+        """Move the tokens in `slots`, int64[n] from `start` on, to `start`; drop the rest."""
         if not self.is_initialized:
             return
         end = start + len(slots)
@@ -151,7 +152,7 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
         self._lengths[self.place] = end
 
     def move(self, slots: torch.Tensor, destinations: torch.Tensor) -> None:
-        """Copy the tokens in `slots` to `destinations`, int64[n] each, counted over all places."""
+        """Copy the tokens in `slots` to `destinations`, each int64[n], counted over all places."""
         if not self.is_initialized:
             return
         for buffer in (self._key_buffer, self._value_buffer):
@@ -182,20 +183,20 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
         values[..., slots, :] = (drawn * _STANDING_OUT).to(values)
 
     def reset(self) -> None:
-        """Forget all tokens; the buffers stay for the next sequence."""
+        """Drop all tokens; the buffers stay allocated for the next sequence."""
         self._lengths[self.place] = 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many keys a query of this length sees and the slot of the first one."""
+        """Return how many keys a query of this length sees, and the slot of the first key."""
         if self.frame is not None and self.frame.num_keys is not None:
             return self.frame.num_keys, 0
         first = self._first_seen()
         return self._lengths[self.place] - first + query_length, first
 
     def get_seq_length(self) -> int:
-        """Return the number of held tokens; for a frame it is a tensor, as in static caches."""
+        """Return the number of tokens; with a frame it is a tensor, as in static caches."""
         if self.frame is not None and self.frame.length is not None:
-            return self.frame.length  # type: ignore[return-value]  # nor does transformers say so
+            return self.frame.length  # type: ignore[return-value]  # transformers declares int, too
         return self._lengths[self.place]
 
     def get_max_length(self) -> int:
@@ -203,7 +204,7 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
         return -1
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` tokens in each place; on failure the layer is unchanged."""
+        """Make room for `length` tokens in each place; if that fails, the layer is unchanged."""
         if not self.is_initialized or length <= self.capacity:
             return
         try:
@@ -214,25 +215,25 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
     def put(
         self, frame: Frame, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write states to a frame's slots and return all keys and values that it shows."""
+        """Write keys and values to a frame's slots; return all that the pass reads."""
         self._key_buffer.index_copy_(-2, frame.slots, key_states)
         self._value_buffer.index_copy_(-2, frame.slots, value_states)
         shown = slice(frame.num_keys)  # all if `num_keys` is None
         return self._key_buffer[..., shown, :], self._value_buffer[..., shown, :]
 
     def grow(self, capacity: int) -> None:
-        """Move the contents to places of `capacity` tokens; on failure nothing changes."""
+        """Move the contents to places of `capacity` tokens; if that fails, nothing changes."""
         self._rebuild(capacity, self._lengths)
 
     def make_places(self, count: int) -> None:
-        """Ensure at least `count` places; on failure their number is unchanged."""
+        """Ensure at least `count` places; if that fails, their number is unchanged."""
         lengths = [*self._lengths, *[0] * (count - len(self._lengths))]
         if self.is_initialized and len(lengths) > len(self._lengths):
             self._rebuild(self.capacity, lengths)
         self._lengths = lengths
 
     def _rebuild(self, capacity: int, lengths: list[int]) -> None:
-        """Replace the buffers by new ones with a place for each length, and move the contents."""
+        """Copy the contents to new buffers with a place for each length."""
         grown = (
             self._resized(self._key_buffer, capacity, len(lengths)),
             self._resized(self._value_buffer, capacity, len(lengths)),
@@ -246,7 +247,7 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
         return length - num_seen(length, self._window)
 
     def _of_place(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of the keys and values in the slots of the place."""
+        """Return views of the keys and values in the current place's slots."""
         start, end = self.place * self.capacity, (self.place + 1) * self.capacity
         return self._key_buffer[..., start:end, :], self._value_buffer[..., start:end, :]
 
@@ -262,15 +263,15 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
 
 
 class TreeCache(Cache):
-    """Keys and values of all layers; every layer holds every token.
+    """The keys and values of all layers; every layer holds every token.
 
-    Layers that attend to the keys of earlier layers never appear and stay empty.
+    Layers that use the keys of earlier layers have no keys of their own and stay empty.
 
     Args:
         windows: window of each layer; `None` for full attention.
 
     Attributes:
-        place: current place, for calls that name none.
+        place: current place, for calls that name no place.
     """
 
     def __init__(self, windows: Sequence[int | None]) -> None:
@@ -279,7 +280,7 @@ class TreeCache(Cache):
         super().__init__(layers=list(self.growing_layers))
 
     def at(self, place: int) -> Self:
-        """Make a place the current one."""
+        """Make a place the current place, and return the cache."""
         if place != self.place:
             self.place = place
             for layer in self.growing_layers:
@@ -293,17 +294,17 @@ class TreeCache(Cache):
 
     @contextmanager
     def written(self) -> Iterator[Self]:
-        """Provide the cache for a pass to write to; truncation undoes a pass that fails halfway."""
+        """Provide the cache to a pass; `truncate` undoes a pass that failed halfway."""
         yield self
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of a token's states in all layers."""
+        """Bytes of one token's keys and values in all layers."""
         layers = (layer for layer in self.growing_layers if layer.is_initialized)
         return sum(layer.bytes_per_token for layer in layers)
 
     def held(self, length: int) -> LayerStates:
-        """Return copies of the states of the first `length` tokens, for layers that have any.
+        """Return copies of the first `length` tokens' keys and values, for layers with any.
 
         Raises:
             OutOfMemoryError, RuntimeError: there is not enough memory.
@@ -319,7 +320,7 @@ class TreeCache(Cache):
         }
 
     def put_back(self, states: LayerStates, length: int) -> None:
-        """Replace the contents by the first `length` tokens of states that were held before."""
+        """Replace the place's contents by the first `length` tokens of stored keys and values."""
         for number, (keys, values) in states.items():
             self.growing_layers[number].put_back(keys[..., :length, :], values[..., :length, :])
 
@@ -329,13 +330,13 @@ class TreeCache(Cache):
             layer.truncate(length)
 
     def keep(self, start: int, slots: torch.Tensor) -> None:
-        """Move the tokens in `slots`, int64[n], to `start` and drop everything after them."""
+        """Move the tokens in `slots`, int64[n], to `start`, and drop everything after them."""
         for layer, own in self._on_devices(slots):
             layer.keep(start, own)
 
     @contextmanager
     def framed(self, frame: Frame) -> Iterator[Self]:
-        """Provide the cache for a pass that names its slots; `hold` sets the length afterwards."""
+        """Provide the cache to a pass that names its slots; `hold` then sets the length."""
         try:
             for layer, slots in self._on_devices(frame.slots):
                 layer.frame = frame if slots is frame.slots else replace(frame, slots=slots)
@@ -346,7 +347,7 @@ class TreeCache(Cache):
 
     @property
     def capacity(self) -> int:
-        """Slots per place that all layers have room for."""
+        """Number of slots per place for which all layers have room."""
         appeared = (layer.capacity for layer in self.growing_layers if layer.is_initialized)
         return min(appeared, default=0)
 
@@ -358,11 +359,11 @@ class TreeCache(Cache):
 
     @property
     def num_growths(self) -> int:
-        """How often buffers were replaced by larger ones."""
+        """Number of times that buffers were replaced by larger buffers."""
         return sum(layer.num_growths for layer in self.growing_layers)
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` tokens in each place of the layers that have appeared."""
+        """Make room for `length` tokens in each place, in the layers that have buffers."""
         for layer in self.growing_layers:
             layer.reserve(length)
 
@@ -372,12 +373,12 @@ class TreeCache(Cache):
             layer.hold(length, place)
 
     def move(self, slots: torch.Tensor, destinations: torch.Tensor) -> None:
-        """Copy the tokens in `slots` to `destinations`, int64[n] each, counted over all places."""
+        """Copy the tokens in `slots` to `destinations`, each int64[n], counted over all places."""
         for layer in self.growing_layers:
             layer.move(slots, destinations)
 
     def pretend(self, length: int) -> None:
-        """Hold `length` tokens with meaningless states in the layers that have appeared."""
+        """Hold `length` tokens with meaningless values, in the layers that have buffers."""
         for layer in self.growing_layers:
             layer.pretend(length)
 
@@ -387,7 +388,7 @@ class TreeCache(Cache):
             layer.mark(own)
 
     def _on_devices(self, slots: torch.Tensor) -> Iterator[tuple[GrowingLayer, torch.Tensor]]:
-        """Return the layers, each with the slots on its device; copied if the device changes."""
+        """Yield each layer with the slots on its device."""
         for layer in self.growing_layers:
             if layer.is_initialized and slots.device != layer.device:
                 slots = slots.to(layer.device)
@@ -396,11 +397,11 @@ class TreeCache(Cache):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
-    """A sequence's tokens with their keys and values.
+    """The first tokens of a sequence, with their keys and values.
 
     Attributes:
-        tokens: int32[n].
-        states: keys and values of the n tokens.
+        tokens: int32[n], ids of the tokens.
+        states: keys and values of the n tokens, by layer.
     """
 
     tokens: TokenIds
@@ -408,15 +409,15 @@ class Prefix:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the states."""
+        """Bytes of the keys and values."""
         return sum(each.nbytes for layer in self.states.values() for each in layer)
 
 
 class PrefixStore:
-    """Keeps the latest prefixes within `max_bytes`.
+    """Stores the latest prefixes, within `max_bytes`.
 
     Args:
-        max_bytes: most bytes of all states; 0 to keep nothing.
+        max_bytes: most bytes of all keys and values; 0 to store nothing.
     """
 
     def __init__(self, max_bytes: int = DEFAULT_PREFIX_BYTES) -> None:
@@ -432,35 +433,35 @@ class PrefixStore:
         return sum(prefix.num_bytes for prefix in self._kept)
 
     def wants(self, num_tokens: int, num_new: int, bytes_per_token: int) -> bool:
-        """Return whether to keep a prefix, given how many of its tokens would be lost otherwise."""
+        """Return whether to store a prefix, of which `num_new` tokens would otherwise be lost."""
         return num_new >= _LEAST_TOKENS and num_tokens * bytes_per_token <= self._max_bytes
 
     def put(self, prefix: Prefix) -> None:
-        """Add a prefix and drop prefixes of it; the oldest are evicted."""
+        """Add a prefix, and drop shorter prefixes of it; evict the oldest prefixes if needed."""
         self._kept = [each for each in self._kept if not _begins(prefix.tokens, each.tokens)]
         self._kept.append(prefix)
         while self.num_bytes > self._max_bytes:
             self._kept.pop(0)
 
     def best(self, tokens: TokenIds, beyond: int) -> tuple[Prefix, int] | None:
-        """Return the prefix that shares most with a sequence, and the number of shared tokens.
+        """Return the prefix that shares most tokens with a sequence, and the number of them.
 
         Args:
-            tokens: int32[n], the sequence.
-            beyond: tokens that need not be read anyway; a result with only a few more is not worth
-                it.
+            tokens: int32[n], the sequence's tokens.
+            beyond: number of tokens that need not be read in any case; a prefix must share at least
+                32 tokens more, otherwise the result is `None`.
         """
         shared = [num_shared(prefix.tokens, tokens) for prefix in self._kept]
         most = max(shared, default=0)
         if most - beyond < _LEAST_TOKENS:
             return None
         found = self._kept.pop(shared.index(most))
-        if len(found.tokens) - most >= _LEAST_TOKENS:  # otherwise the sequence continues it
+        if len(found.tokens) - most >= _LEAST_TOKENS:  # else the sequence continues the prefix
             self._kept.append(found)
         return found, most
 
     def clear(self) -> None:
-        """Forget all prefixes."""
+        """Drop all prefixes."""
         self._kept.clear()
 
 

@@ -1,9 +1,10 @@
-"""Checking a model's promised capability on a few tokens: trees, chains, plain passes.
+"""Checks on a few tokens whether a model verifies trees, chains, or only plain passes exactly.
 
-All three run the same script: a target reads a prompt, verifies a small draft, commits a path of it
-and continues from there. A chain is a tree with one child per node, and plain passes have drafts
-without nodes. The logits of every row must match the model's own: for drafts, one ordinary pass
-over each path as a separate sequence; for plain passes, `generate`.
+All three checks follow the same script: a target reads a prompt, verifies a small draft, commits a
+path of it, and continues from there. A chain is a tree with one child per node, and plain passes
+have drafts without nodes. The logits of every row must match the model's own logits. For drafts,
+these come from one ordinary pass over each path as a separate sequence; for plain passes, from
+`generate`.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,49 +28,52 @@ from retriever.drafter import TokenIds
 from retriever.tree import ROOT, DraftTree, Source
 
 _NUM_TRIALS: Final = 3
-"""In half precision a difference counts only if it shows with this many choices of tokens: an
-expert that is barely chosen in one pass and not in the other makes correct passes differ."""
+"""In half precision a difference counts only if it shows with this many choices of tokens. If an
+expert is barely chosen in one pass but not in the other, even correct passes differ."""
 
 _FULL: Final = (torch.float32, torch.float64)
 
 _FLOORS: Final = {
-    torch.float64: 1e-4,  # the softmax of attention is in single precision in some models
+    torch.float64: 1e-4,  # some models compute the softmax of attention in single precision
     torch.float32: 1e-3,
     torch.float16: 0.03,
     torch.bfloat16: 0.12,
 }
-"""Relative differences of logits that count as rounding, by dtype; see the decision record."""
+"""Relative differences of logits that count as rounding, by dtype; see docs/decisions."""
 
 _BARRED: Final = 1e6
-"""Logits of this size mean that a model forbids a token."""
+"""Absolute size of logits from which on a model forbids the token."""
 
 _CEILING: Final = 0.3
-"""Largest difference that the spread of a model's own passes can excuse."""
+"""Largest difference that counts as rounding, even if the model's own passes differ more."""
 
 _SPREAD_FACTOR: Final = 4.0
 _REPEATED: Final = 1 / 4
-"""Share of a floor that counts as rounding between passes of the same shape, which round alike."""
+"""Share of the dtype's rounding limit that is allowed between passes of the same shape, because
+these round alike."""
 
 _NEAR_CONTEXT: Final = 4
 _LONGEST_WINDOW: Final = 64
-"""Windows up to this are crossed by reading as well as by made-up tokens: reading is slow."""
+"""Longest window that is exceeded by actually reading tokens, too; for longer windows that is
+slow."""
 
 _FARTHEST: Final = 2048
-"""Most made-up tokens: for larger windows the configuration is trusted."""
+"""Most made-up tokens; for larger windows the configuration is trusted."""
 
 _PAST_WINDOW: Final = 2
 _EDGE: Final = np.arange(_PAST_WINDOW + 1, _PAST_WINDOW + 4)
-"""The first tokens that depths 0, 1 and 2 see after a context `_PAST_WINDOW` longer than a
-window."""
+"""The first tokens that rows at depths 0, 1 and 2 see, if the context is longer than a window by
+`_PAST_WINDOW`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelVerdict:
-    """What a model was found to verify exactly.
+    """Which drafts a model was found to verify exactly.
 
     Attributes:
-        capability: which drafts; `None` if not even plain passes match the model.
-        reason: what was wrong with the next better kind of passes, for users; empty if nothing.
+        capability: the most general drafts that are exact; `None` if not even plain passes match
+            the model.
+        reason: what was wrong with more general drafts, for users; empty if nothing.
     """
 
     capability: Capability | None
@@ -77,37 +81,37 @@ class ModelVerdict:
 
 
 class Verdicts(Protocol):
-    """Stores verdicts from one start to the next."""
+    """A store of verdicts that outlives the process."""
 
     def verdict_on(self, model: PreTrainedModel) -> ModelVerdict | None:
-        """Return the stored verdict for models like this one; `None` if there is none."""
+        """Return the stored verdict for models like this one, or `None`."""
         ...
 
     def keep_verdict(self, model: PreTrainedModel, verdict: ModelVerdict) -> None:
-        """Store a verdict; if that fails, it is found again at the next start."""
+        """Store a verdict; if that fails, the next start checks the model again."""
         ...
 
 
 _MOST_KEPT: Final = 8
-"""Verdicts kept per model: a model may alternate between training and inference, or switch
+"""Verdicts stored per model: a model may alternate between training and inference, or switch
 adapters."""
 
 
 class FoundHere:
-    """Keeps verdicts while their models exist, by the models' structure."""
+    """Stores verdicts in memory while their models exist, by the models' structure."""
 
     def __init__(self) -> None:
         self._found: WeakKeyDictionary[PreTrainedModel, list[tuple[Structure, ModelVerdict]]]
         self._found = WeakKeyDictionary()
 
     def verdict_on(self, model: PreTrainedModel) -> ModelVerdict | None:
-        """See `Verdicts`."""
+        """Implement `Verdicts`."""
         now = Structure.of(model)
         latest_first = reversed(self._found.get(model, []))
         return next((verdict for before, verdict in latest_first if now.is_of(before)), None)
 
     def keep_verdict(self, model: PreTrainedModel, verdict: ModelVerdict) -> None:
-        """See `Verdicts`."""
+        """Implement `Verdicts`."""
         kept = self._found.setdefault(model, [])
         kept.append((Structure.of(model), verdict))
         del kept[:-_MOST_KEPT]
@@ -117,18 +121,18 @@ FOUND_HERE: Final[Verdicts] = FoundHere()
 
 
 class Checked(Protocol):
-    """The checked interface: a target as the decoding loop uses it."""
+    """The interface that is checked: a target as the decoding loop uses it."""
 
     def prefill(self, prompt: TokenIds) -> torch.Tensor:
-        """Read a prompt; return [1, vocabulary]."""
+        """Read a prompt, int32[n]; return [1, vocabulary], the logits after it."""
         ...
 
     def verify(self, last_token: int, tree: DraftTree) -> torch.Tensor:
-        """Read a token and a tree; return [1 + nodes, vocabulary]."""
+        """Read a token and a tree; return [1 + nodes, vocabulary], the logits after each."""
         ...
 
     def commit(self, path: NDArray[np.int64]) -> None:
-        """Keep a path of the tree."""
+        """Keep the token and a path of the tree, int64[k]."""
         ...
 
     def pretend_marked(self, num_tokens: int, marked: NDArray[np.int64]) -> bool:
@@ -141,21 +145,21 @@ class Checked(Protocol):
 
 
 class CannotCheckError(Exception):
-    """The model itself does not run on plain tokens, or memory ran out: no verdict is possible."""
+    """No verdict is possible: the model itself does not run on plain tokens, or memory ran out."""
 
 
 def find_verdict(
     model: PreTrainedModel, promised: Capability, made: Callable[[Capability], Checked]
 ) -> ModelVerdict:
-    """Find out what a model verifies exactly, up to what its configuration promises.
+    """Find out which drafts a model verifies exactly, up to what its configuration promises.
 
     Args:
-        model: in evaluation mode, as transformers runs it.
-        promised: the capability to start with.
-        made: makes a target of the model with a given capability.
+        model: the model, in evaluation mode, as transformers runs it.
+        promised: the capability to check first.
+        made: function that returns a target of the model with a given capability.
 
     Raises:
-        CannotCheckError: there is nothing to compare with.
+        CannotCheckError: the model gives no logits to compare with.
     """
     reason = ""
     for capability in map(Capability, range(promised, -1, -1)):
@@ -173,7 +177,7 @@ def find_verdict(
 
 
 def num_trials(dtype: torch.dtype) -> int:
-    """Return the number of token choices with which a difference must show to count."""
+    """Return with how many choices of tokens a difference must show to count."""
     return 1 if dtype in _FULL else _NUM_TRIALS
 
 
@@ -181,22 +185,22 @@ def agree(rows: torch.Tensor, expected: torch.Tensor) -> bool:
     """Return whether two passes over the same tokens give the same logits, up to rounding.
 
     Args:
-        rows: [n, vocabulary].
-        expected: [n, vocabulary].
+        rows: [n, vocabulary], the logits of one pass.
+        expected: [n, vocabulary], the logits of the other pass.
     """
     dtype = expected.dtype
     return not _exceed(_differences(rows, expected), _floor(dtype), dtype)
 
 
 _Compared = tuple[tuple[str, float], list[float]]
-"""The message if rows differ by more than a limit, the limit, and the difference of each row."""
+"""An error message, the limit of differences above which it applies, and each row's difference."""
 
 
 def _wrong(model: PreTrainedModel, target: Checked, shape: "_Shape") -> str:
-    """Return what is wrong with the passes of a target; empty if nothing.
+    """Return what is wrong with a target's passes; empty if nothing is.
 
     Raises:
-        CannotCheckError: see `find_verdict`.
+        CannotCheckError: the model gives no logits to compare with.
     """
     wrong = ""
     for trial in range(num_trials(model.dtype)):
@@ -205,7 +209,7 @@ def _wrong(model: PreTrainedModel, target: Checked, shape: "_Shape") -> str:
             wrong = _first_wrong(compared, model.dtype)
         except (CannotCheckError, OutOfMemoryError):
             raise
-        except Exception as error:  # noqa: BLE001  each model raises its own
+        except Exception as error:  # noqa: BLE001  each model raises its own errors
             return f"a pass fails: {reason_of(error)}"
         if not wrong:
             return ""
@@ -213,7 +217,7 @@ def _wrong(model: PreTrainedModel, target: Checked, shape: "_Shape") -> str:
 
 
 def _first_wrong(compared: Iterator[_Compared], dtype: torch.dtype) -> str:
-    """Return the message of the first rows that differ; rows without one join the next."""
+    """Return the message for the first rows that differ; rows without a message join the next."""
     errors: list[float] = []
     for (wrong, limit), found in compared:
         errors += found
@@ -226,7 +230,7 @@ def _first_wrong(compared: Iterator[_Compared], dtype: torch.dtype) -> str:
 def _compared(
     model: PreTrainedModel, target: Checked, shape: "_Shape", rng: np.random.Generator
 ) -> Iterator[_Compared]:
-    """Run the script: the prompt, the draft, the token after its path, and far windows."""
+    """Run the script: the prompt, the draft, the token after the path, and far windows."""
     floor, aside = _floor(model.dtype), list(shape.aside)
     in_prompt, in_draft, behind = shape.wrong
     for length in (_near_context(model), *shape.short):
@@ -248,12 +252,12 @@ def _compared(
             if not target.pretend_marked(window + _PAST_WINDOW, _EDGE):
                 break
             rows = target.verify(last, shape.draft(nodes))[aside]
-            wrong = f"a tree behind its window of {window} sees others"
+            wrong = f"a tree after a window of {window} tokens sees other tokens"
             yield (wrong, floor), _differences(rows, _singly(target, script)[aside])
 
 
 def _singly(target: Checked, script: "_Script") -> torch.Tensor:
-    """Return the rows of the draft, [1 + N, vocabulary], from passes of one token each."""
+    """Return [1 + N, vocabulary], the logits of the draft's rows, from passes of one token each."""
     empty, stay = DraftTree.empty(), np.zeros(0, np.int64)
     last, *nodes, _ = script.tokens.tolist()
     rows = {ROOT: target.verify(last, empty)}
@@ -270,8 +274,8 @@ def _exceed(errors: list[float], limit: float, dtype: torch.dtype) -> bool:
     """Return whether relative differences of rows exceed rounding.
 
     In half precision the lower median counts, because a wrong mask, position or cache shows in most
-    rows, but a differently chosen expert in few. In full precision, where experts do not differ,
-    the largest counts.
+    rows, but a differently chosen expert shows in few rows. In full precision, where chosen experts
+    do not differ, the largest difference counts.
     """
     counted = -1 if dtype in _FULL else (len(errors) - 1) // 2
     return not sorted(errors)[counted] <= limit  # also true for NaN
@@ -300,16 +304,17 @@ def _is_sound(logits: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The draft that checks a capability, and the messages if its rows differ.
+    """The draft that checks a capability, and the messages for differing rows.
 
     Attributes:
-        parents: parents of its N nodes.
-        lines: what the model itself reads after the last token: nodes, where N is the token after
-            the path. The last line is the committed path and N.
+        parents: the parent of each of the draft's N nodes.
+        lines: the node sequences that the model itself reads after the last token; N stands for the
+            token after the path. The last sequence is the committed path and N.
         wrong: messages for a difference after the prompt, in the draft, and after the path; empty
-            if the rows are judged together with the next.
-        aside: rows whose slot differs from their position: a window counted by slots shows there.
-        short: lengths of additional, short prompts.
+            if the rows are judged together with the next rows.
+        aside: rows whose slot differs from their position; a window that is counted by slots shows
+            in these.
+        short: lengths of additional, shorter prompts.
     """
 
     parents: tuple[int, ...]
@@ -320,11 +325,11 @@ class _Shape:
 
     @property
     def path(self) -> NDArray[np.int64]:
-        """int64[k], the committed nodes."""
+        """Return int64[k], the committed nodes."""
         return np.array(self.lines[-1][:-1], np.int64)
 
     def draft(self, nodes: ArrayLike) -> DraftTree:
-        """Return the draft, or its beginning if there are fewer nodes."""
+        """Return the draft, or its first nodes if fewer tokens are given."""
         nodes = np.asarray(nodes, np.int32)
         count = len(nodes)
         claims = np.linspace(0.9, 0.5, count)
@@ -334,7 +339,7 @@ class _Shape:
 _SHAPES: Final = {
     Capability.TREES: _Shape(
         (ROOT, ROOT, 0, 1),  # two children of the root, and a child of each
-        ((0, 2, 4), (1, 3, 4)),  # a path whose rows have to be moved
+        ((0, 2, 4), (1, 3, 4)),  # the committed path has rows that must be moved
         (
             "reads a prompt differently",
             "tokens of a tree see others than their own path, or stand elsewhere",
@@ -344,7 +349,7 @@ _SHAPES: Final = {
     ),
     Capability.CHAINS: _Shape(
         (ROOT, 0, 1, 2),
-        ((0, 1, 2, 3), (0, 1, 4)),  # two are rejected, which shows more than one would
+        ((0, 1, 2, 3), (0, 1, 4)),  # two nodes are rejected, which shows more than one would
         (
             "reads a prompt differently",
             "tokens of a chain see others than those before them",
@@ -359,16 +364,16 @@ _SHAPES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class _Script:
-    """The tokens of one trial and the model's own logits for them.
+    """The tokens of one trial, and the model's own logits for these tokens.
 
     Attributes:
-        shape: shape of its draft.
+        shape: shape of the trial's draft.
         prompt: int32[n].
-        tokens: int32[N + 2], the last token before the draft, its nodes, and the token after the
-            path.
-        others: int32[N], the nodes, with other tokens off the path.
+        tokens: int32[N + 2], the last token before the draft, the draft's tokens, and the token
+            after the path.
+        others: int32[N], the draft's tokens, but with other tokens off the path.
         first: [1, vocabulary], the logits after the prompt.
-        own: [N + 2, vocabulary], the logits after `tokens`.
+        own: [N + 2, vocabulary], the logits after each of `tokens`.
         limit: largest difference that counts as rounding.
     """
 
@@ -384,10 +389,10 @@ class _Script:
     def drawn(
         cls, model: PreTrainedModel, shape: _Shape, length: int, rng: np.random.Generator
     ) -> "_Script":
-        """Draw a prompt of a given length and the rest, and let the model itself read it.
+        """Choose random tokens, and let the model itself read them.
 
         Raises:
-            CannotCheckError: the model cannot read it.
+            CannotCheckError: the model cannot read the tokens.
         """
         size, num_nodes = num_embeddings(model), len(shape.parents)
         allowed = np.setdiff1d(np.arange(size, dtype=np.int32), _special_ids(model.config))
@@ -417,10 +422,10 @@ class _Script:
 def _asked(
     model: PreTrainedModel, tokens: torch.Tensor, length: int, *, is_plain: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a model's own logits after a prompt and over sequences that begin with the prompt.
+    """Return a model's own logits after a prompt, and in sequences that start with the prompt.
 
-    The logits of the sequences start at the prompt's last token. In half precision, those after the
-    prompt are of a separate pass over the prompt alone.
+    The sequences' logits start at the prompt's last token. In half precision, the logits after the
+    prompt come from a separate pass over only the prompt.
     """
     in_steps = is_plain or _drops_tokens(model, tokens.shape[1])
     read = (_generated if in_steps else _read)(model, tokens, tokens.shape[1] - length + 1)
@@ -430,9 +435,9 @@ def _asked(
 
 
 def _read(model: PreTrainedModel, tokens: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the last logits of sequences, [rows, count, vocabulary], from one ordinary pass.
+    """Return [rows, count, vocabulary], the last logits of sequences, from one ordinary pass.
 
-    Positions are passed as by `generate`, because some models start elsewhere by default.
+    Positions are passed as `generate` does, because some models do not start at 0 by default.
     """
     options: dict[str, Any] = {}
     if "position_ids" in taken_by(model):
@@ -445,7 +450,7 @@ def _read(model: PreTrainedModel, tokens: torch.Tensor, count: int) -> torch.Ten
 def _drops_tokens(model: PreTrainedModel, length: int) -> bool:
     """Return whether a model's own cache is too short for a sequence of this length.
 
-    Moshi has a window only in its cache: in one pass, a token sees all tokens before it.
+    Moshi has a window only in its cache: within one pass, a token sees all tokens before it.
     """
     layers = DynamicCache(config=model.config).layers
     sliding = [each for each in layers if isinstance(each, DynamicSlidingWindowLayer)]
@@ -453,7 +458,7 @@ def _drops_tokens(model: PreTrainedModel, length: int) -> bool:
 
 
 def _generated(model: PreTrainedModel, tokens: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the same as `_read`, from `generate` forced to choose these tokens."""
+    """Return the same logits as `_read`, but from `generate`, forced to choose these tokens."""
 
     def chosen(read: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         token = tokens[:, min(read.shape[1], tokens.shape[1] - 1), None]
@@ -480,7 +485,7 @@ def _generated(model: PreTrainedModel, tokens: torch.Tensor, count: int) -> torc
 
 
 def _special_ids(config: PreTrainedConfig) -> list[int]:
-    """Return the tokens that a configuration names, because some models treat them differently."""
+    """Return the ids of special tokens in a configuration, which some models treat differently."""
     stated = [*config.to_dict().items(), *config.get_text_config(decoder=True).to_dict().items()]
     return [
         each
@@ -492,7 +497,7 @@ def _special_ids(config: PreTrainedConfig) -> list[int]:
 
 
 def _windows(config: PreTrainedConfig) -> list[int]:
-    """Return all numbers that a configuration calls windows or chunks."""
+    """Return all numbers in a configuration whose names say window or chunk."""
     stated = config.get_text_config(decoder=True).to_dict()
     return sorted(
         {
@@ -507,7 +512,7 @@ def _windows(config: PreTrainedConfig) -> list[int]:
 
 
 def _near_context(model: PreTrainedModel) -> int:
-    """Return a prompt length that crosses the short windows."""
+    """Return a prompt length that exceeds the short windows."""
     short = [window for window in _windows(model.config) if window <= _LONGEST_WINDOW]
     limit = position_limit(model.config)
     length = max([_NEAR_CONTEXT, *(window + 2 for window in short)])
@@ -515,7 +520,7 @@ def _near_context(model: PreTrainedModel) -> int:
 
 
 def _far_windows(model: PreTrainedModel) -> list[int]:
-    """Return the windows to cross with a context of made-up tokens."""
+    """Return the windows to exceed with a context of made-up tokens."""
     limit = position_limit(model.config)
     most = _FARTHEST if limit is None else min(_FARTHEST, limit - _PAST_WINDOW - 4)
     return [window for window in _windows(model.config) if window <= most]

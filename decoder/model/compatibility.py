@@ -1,4 +1,4 @@
-"""Whether a model can verify trees, chains or only single tokens, and with which masks."""
+"""Finds out whether a model can verify trees, chains or only single tokens."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -23,14 +23,14 @@ from retriever.tree import ROOT, DraftTree
 
 _TREE_ATTENTION = ("sdpa", "eager")
 _MASKED_LAYER_TYPES: Final = ("full_attention", "sliding_attention")
-"""Layer types whose masks are built here; the model builds those of other types."""
+"""Layer types whose masks this package builds; for other types, the model builds the mask."""
 _CAUSAL_FOR_TEXT: Final = (False, None, "vision")
-"""Values of a configuration's bidirectional attention that do not affect text tokens."""
+"""Values of `use_bidirectional_attention` that do not affect text tokens."""
 _CHUNKED: Final = "chunked_attention"
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 Layers = tuple[tuple[str, int | None], ...]
-"""Type and window of every layer, in positions; the window is `None` for full attention."""
+"""Type of every layer, and its window in positions; `None` for full attention."""
 
 
 class Capability(IntEnum):
@@ -43,13 +43,14 @@ class Capability(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Compatibility:
-    """The properties of a model that follow from its configuration before its first pass.
+    """What a model's configuration says about it before the first pass.
 
     Attributes:
-        capability: which drafts it can verify.
-        reason: why not trees, for users; empty if it can.
-        layers: the layers whose keys and values a `TreeCache` can hold, typed as in the model's
-            configuration. `None` if the model needs another kind of cache.
+        capability: which drafts the model can verify.
+        reason: why the model cannot verify trees, for users; empty if it can.
+        layers: type and window of the layers, if a `TreeCache` can hold their keys and values;
+            types are named as in the model's configuration. `None` if the model needs another kind
+            of cache.
     """
 
     capability: Capability
@@ -61,9 +62,9 @@ def compatibility_of(model: PreTrainedModel) -> Compatibility:
     """Find out which drafts a model can verify.
 
     Raises:
-        UncroppableCacheError: it is not a decoder-only model.
-        UnsupportedModelError: its attention is bidirectional, layers of one type have different
-            windows, or there is no cache for it.
+        UncroppableCacheError: the model is not a decoder-only model.
+        UnsupportedModelError: the model's attention is bidirectional, layers of one type have
+            different windows, or transformers has no cache for the model.
     """
     _check_direction(model)
     if model._is_stateful:  # noqa: SLF001  transformers has no public name for it
@@ -91,7 +92,7 @@ def compatibility_of(model: PreTrainedModel) -> Compatibility:
 
 
 def reduced(compatibility: Compatibility, capability: Capability, reason: str) -> Compatibility:
-    """Return the compatibility of a model that was found to verify less than promised."""
+    """Return the compatibility of a model that verifies less than its configuration promises."""
     if capability is compatibility.capability:
         return compatibility
     layers = None
@@ -101,18 +102,18 @@ def reduced(compatibility: Compatibility, capability: Capability, reason: str) -
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:
-    """Return the most tokens of a sequence; `None` if a configuration states no limit.
+    """Return the most tokens of a sequence; `None` if the configuration sets no limit.
 
-    If rotary embeddings depend on the longest position in a pass, a drafted token far ahead would
-    change the rotations of the tokens before it. Such models are limited to their original training
-    length, up to which rotations do not change.
+    In some models rotary embeddings depend on the longest position in a pass, so a draft token
+    would change the rotations of the tokens before it. Such models are limited to their original
+    training length, up to which rotations do not change.
 
     Raises:
-        UnsupportedModelError: that length is unknown.
+        UnsupportedModelError: the original training length is unknown.
     """
     config = config.get_text_config(decoder=True)
     stated: int | None = getattr(config, "max_position_embeddings", None)
-    limits = [] if stated is None or stated <= 0 else [stated]  # XLNet states -1 for no limit
+    limits = [] if stated is None or stated <= 0 else [stated]  # XLNet has -1 for no limit
     for rope in _ropes(config):
         if not _depends_on_length(rope):
             continue
@@ -130,7 +131,7 @@ def num_embeddings(model: PreTrainedModel) -> int:
     """Return the number of token embeddings of a model.
 
     Raises:
-        UnsupportedModelError: it has several embedding tables, or none.
+        UnsupportedModelError: the model has several embedding tables, or none.
     """
     weight: Any = getattr(model.get_input_embeddings(), "weight", None)
     if weight is None:
@@ -139,12 +140,12 @@ def num_embeddings(model: PreTrainedModel) -> int:
 
 
 def takes_masks(layers: Iterable[str]) -> bool:
-    """Return whether masks for all these layer types can be built here."""
+    """Return whether this package can build masks for all these layer types."""
     return set(layers) <= set(_MASKED_LAYER_TYPES)
 
 
 def common_window(layers: Mapping[str, int | None]) -> int | None:
-    """Return the common window of all layers, given that of each type; `None` if they differ."""
+    """Return the window of all layer types if they have the same window, else `None`."""
     windows = set(layers.values())
     return windows.pop() if len(windows) == 1 else None
 
@@ -152,9 +153,9 @@ def common_window(layers: Mapping[str, int | None]) -> int | None:
 def computed_limit(config: PreTrainedConfig) -> int | None:
     """Return the most tokens for which passes can match those of `generate`; `None` for no limit.
 
-    Fixed rotations can be computed for any position: beyond the stated length a model gets worse,
-    but `generate` continues. Position tables end there. See `position_limit` for rotations that
-    depend on the length, and for the errors.
+    Fixed rotations can be computed for any position: beyond the configured length a model gets
+    worse, but `generate` continues. Position tables end at that length. See `position_limit` for
+    rotations that depend on the length, and for the errors.
     """
     ropes = _ropes(config.get_text_config(decoder=True))
     return None if ropes and not any(map(_depends_on_length, ropes)) else position_limit(config)
@@ -165,7 +166,7 @@ def _depends_on_length(rope: dict[str, Any]) -> bool:
 
 
 def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Return the parameters of rotary embeddings, for all layers or for each layer type."""
+    """Return the parameters of rotary embeddings, of all layers or of each layer type."""
     parameters = getattr(config, "rope_parameters", None) or {}
     candidates = [parameters, *parameters.values()]
     return [rope for rope in candidates if isinstance(rope, dict) and rope.get("rope_type")]
@@ -189,28 +190,28 @@ def _check_windows(model: PreTrainedModel, layers: Layers) -> None:
 
 
 def _reason_against_trees(model: PreTrainedModel, layers: Layers) -> str:
-    """Return why a model that can roll back cannot verify trees; empty if it can."""
+    """Return why a model that can drop tokens cannot verify trees; empty if it can."""
     implementation = model.config._attn_implementation  # noqa: SLF001  no public name either
     if implementation not in _TREE_ATTENTION:
         return (
-            f"{implementation} attention takes no mask for trees "
+            f"{implementation} attention supports no masks for trees "
             f"(load it with one of {', '.join(_TREE_ATTENTION)})"
         )
     takes_positions = "position_ids" in taken_by(model)
     if not takes_positions or getattr(model.config, "alibi", False):
         return "it derives positions from slots, and siblings of a tree cannot share one"
     others = sorted({kind for kind, _ in layers} - {*_MASKED_LAYER_TYPES, _CHUNKED})
-    return f"its {', '.join(others)} layers take no mask for trees" if others else ""
+    return f"its {', '.join(others)} layers support no masks for trees" if others else ""
 
 
 def layers_of(model: PreTrainedModel) -> Layers | None:
-    """Return the type and window of every layer, from the cache that transformers would choose.
+    """Return the type and window of every layer, as in the cache that transformers would use.
 
-    Returns `None` if a layer's cache holds more than keys and values. A layer without a cache
-    attends to the keys of an earlier layer of its type and has the same window.
+    Returns `None` if a layer's cache holds more than keys and values. A layer without a cache uses
+    the keys of an earlier layer of its type, and has the same window.
 
     Raises:
-        KeyError: transformers chooses the cache of a layer type elsewhere.
+        KeyError: transformers uses a special cache for a layer type.
     """
     cached = DynamicCache(config=model.config).layers
     if not {type(layer) for layer in cached} <= {
@@ -232,7 +233,7 @@ def layers_of(model: PreTrainedModel) -> Layers | None:
 
 
 def _with_own_cache(cached: list[Any]) -> Compatibility:
-    """Return the compatibility that follows from the cache that transformers would choose."""
+    """Return the compatibility of a model that needs transformers' own cache."""
     kinds = ", ".join(sorted({type(layer).__name__ for layer in cached}))
     if all(map(_can_roll_back, cached)):
         return Compatibility(Capability.CHAINS, f"its cache of {kinds} takes no trees")
@@ -240,7 +241,7 @@ def _with_own_cache(cached: list[Any]) -> Compatibility:
 
 
 def _can_roll_back(layer: Any) -> bool:
-    """Return whether a layer can drop tokens; convolution layers only know once they hold some."""
+    """Return whether a layer can drop tokens; convolution layers can say so only with tokens."""
     return isinstance(layer, LinearAttentionCacheLayerMixin) or bool(layer.is_croppable)
 
 
@@ -258,7 +259,7 @@ _MEANING: Final = {
 
 
 def tell_once(model: PreTrainedModel, capability: Capability, reason: str) -> None:
-    """Log that a model cannot verify trees, once per model."""
+    """Log once per model that it cannot verify trees."""
     if capability in _MEANING and model not in _told:
         _told.add(model)
         _log.warning("%s %s: %s", type(model).__name__, _MEANING[capability], reason)
@@ -267,9 +268,9 @@ def tell_once(model: PreTrainedModel, capability: Capability, reason: str) -> No
 def chain_of(tree: DraftTree) -> DraftTree:
     """Return one path of a tree, from the root down.
 
-    It is the path with the most tokens expected to be accepted. In a tree of drawn nodes it is the
-    path of first children, because nodes selected by their drawn token would no longer follow the
-    drafter's distribution.
+    It is the path with the most tokens expected to be accepted. In a tree of sampled nodes it is
+    the path of first children, because nodes selected by their sampled token would no longer follow
+    the drafter's distribution.
     """
     if not isinstance(tree, SampledTree):
         return tree.best_chain(len(tree))

@@ -1,7 +1,8 @@
-"""Passes of a few fixed shapes, each captured once and then replayed; prompts run eagerly.
+"""Passes of a few fixed shapes, each captured once as a CUDA graph and then replayed.
 
-A pass is one upload, one launch and one download, regardless of the number of sequences: masks, the
-target's choices, accepted paths and likely tokens are computed in the captured function.
+Prompts run eagerly. A captured pass takes one upload, one launch and one download, whatever the
+number of sequences. The captured function also computes masks, the target's tokens, accepted paths
+and likely tokens.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,24 +35,25 @@ from indexer.errors import reason_of
 from retriever.drafter import NUM_FOUND
 
 _WARM_UPS: Final = 3
-"""Warm-up runs, as many as in torch's own make_graphed_callables; libraries choose their kernels in
-these."""
+"""Number of warm-up runs, in which libraries choose their kernels; torch's own
+make_graphed_callables runs as many."""
 
 Output = TypeVar("Output")
 
 
 class Capture(Protocol):
-    """Captures functions; a captured function must not outlive the tensors that it uses."""
+    """Captures functions for replay; a captured function must not outlive the tensors it uses."""
 
     def __call__(self, function: Callable[[], Output]) -> Callable[[], Output]:
-        """Run a function a few times and return a faster one that does the same.
+        """Run a function a few times, and return a faster function that does the same.
 
         Args:
-            function: does the same computation on the same tensors at every call; it may be run any
-                number of times before this returns.
+            function: function that does the same computation on the same tensors in every call; it
+                may run any number of times before this method returns.
 
         Returns:
-            A function that repeats the computation and returns the same tensor objects each time.
+            A function that repeats the computation and returns the same tensor objects in every
+            call.
 
         Raises:
             RuntimeError: the function cannot be captured, or memory ran out.
@@ -60,7 +62,7 @@ class Capture(Protocol):
 
 
 CaptureMaker = Callable[[], Capture]
-"""Makes a capture; called again after all captured functions were dropped."""
+"""Creates a `Capture`; called again after all captured functions were dropped."""
 
 
 class CudaGraphs:
@@ -76,13 +78,13 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Callable[[], Output]) -> Callable[[], Output]:
-        """See `Capture`."""
+        """Capture a function; see `Capture`."""
         graph = torch.cuda.CUDAGraph()
-        # Returns to this stream explicitly, because torch stays on its own if capturing fails.
+        # Return to this stream explicitly, because torch stays on its own stream if capturing
+        # fails.
         with torch.cuda.stream(torch.cuda.current_stream(self._device)):
             self._warm_up(function)
-            # Other threads, for example that of a draft model, may use the device during the
-            # capture.
+            # Other threads, for example with a draft model, may use the device during the capture.
             with torch.cuda.graph(graph, self._pool, self._stream, "thread_local"):
                 output = function()
 
@@ -93,7 +95,7 @@ class CudaGraphs:
         return replay
 
     def _warm_up(self, function: Callable[[], object]) -> None:
-        """Run a function on the capturing stream."""
+        """Run a function a few times on the capturing stream."""
         self._stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(self._stream):
@@ -104,7 +106,7 @@ class CudaGraphs:
 
 
 def capture_on(device: torch.device) -> CaptureMaker | None:
-    """Return how functions are captured on a device; `None` if they cannot be."""
+    """Return how to capture functions on a device; `None` if that is not possible."""
     return partial(CudaGraphs, device) if device.type == "cuda" else None
 
 
@@ -113,31 +115,31 @@ Windows = Mapping[str, int | None]
 
 
 _MOST_SCORES: Final = 1 << 25
-"""Most scores of all heads held at a time: 128 MiB in single precision. Attention over larger
-contexts is computed in pieces."""
+"""Most scores of all heads that are in memory at a time: 128 MiB in single precision. Attention
+over larger contexts is computed in pieces."""
 
 
 _ALIGNED: Final = 8
-"""Rows of scores are padded to a multiple of this, because products with unaligned rows are slow:
-on an H200 a layer of one row over 8,192 keys took 141 µs with rows of 8,193 scores and 31 with
-8,200, in bfloat16."""
+"""Rows of scores are padded to a multiple of this number, because products with unaligned rows are
+slow. On an H200 in bfloat16, a layer of one row over 8,192 keys took 141 µs with rows of 8,193
+scores, and 31 µs with rows of 8,200."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
-    """The rows of a captured pass by place, and what they see: tensors on one device.
+    """The rows of a captured pass by place, and what they see, as tensors on one device.
 
     Each of n places has w columns for rows. Columns that a place does not need repeat rows of other
-    places; these see at least themselves, and their results are not used.
+    places. Such cells see at least themselves, and their results are not used.
 
     Attributes:
-        rows: int64[n, w], the row of the pass in each cell.
-        cells: int64[rows], the cell of each row, counted over all places.
-        slots: int64[n, w], slots of the cells' own keys and values, counted over all places.
+        rows: int64[n, w], row number in the pass for each cell.
+        cells: int64[rows], cell number of each row, counted over all places.
+        slots: int64[n, w], slot of each cell's own key and value, counted over all places.
         pasts: int64[n], number of keys before the rows of each place.
-        positions: int64[n, w], position of each cell in its sequence; the key in slot i has
-            position i.
-        visible: bool[n, w, w], whether a cell sees another cell of its place.
+        positions: int64[n, w], position of each cell in its sequence. In the context, the key in
+            slot i has position i.
+        visible: bool[n, w, w], whether each cell sees each other cell of its place.
     """
 
     rows: torch.Tensor
@@ -148,7 +150,7 @@ class Grid:
     visible: torch.Tensor
 
     def context(self, num_keys: int, window: int | None) -> torch.Tensor:
-        """Return bool[n, 1 or w, num_keys], which slots of the context each cell sees."""
+        """Return bool[n, 1 or w, num_keys], whether each cell sees each slot of the context."""
         slots = torch.arange(num_keys, device=self.pasts.device)
         seen = slots < self.pasts[:, None, None]
         if window is None:
@@ -156,14 +158,14 @@ class Grid:
         return seen & (self.positions[:, :, None] - slots < window)
 
     def among(self, window: int | None) -> torch.Tensor:
-        """Return bool[n, w, w], which rows' keys each cell sees."""
+        """Return bool[n, w, w], whether each cell sees each row's key."""
         if window is None:
             return self.visible
         distances = self.positions[:, :, None] - self.positions[:, None, :]
         return self.visible & (distances < window)
 
     def dense(self, num_keys: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Return dtype[n, 1, w, num_keys], zero where a cell sees one of the first slots."""
+        """Return dtype[n, 1, w, num_keys], an additive mask: zero where a cell sees a slot."""
         width = self.visible.shape[-1]
         columns = torch.arange(num_keys, device=self.pasts.device) - self.pasts[:, None, None]
         own = columns.clamp(0, width - 1).expand(-1, width, -1)
@@ -173,16 +175,16 @@ class Grid:
 
 
 class SplitMask(AttendingMask):
-    """The mask of a captured pass, split in two: all rows of a place see the same context length.
+    """The mask of a captured pass, in two parts: for the context and for the rows themselves.
 
     Attributes:
-        grid: rows and what they see.
-        context: additive, [n, 1, keys], or [n, w, keys] if a window ends in the context: mask of
-            the first slots of each place that are before its rows.
-        slots: int64[n, c], slots of the keys of each place's rows, counted over all places,
-            followed by padding slots.
-        among: additive, [n, w, c], mask of the rows among one another.
-        capacity: slots in each place.
+        grid: the rows, and what they see.
+        context: additive mask over the first slots of each place, before its rows: [n, 1, keys], or
+            [n, w, keys] if a window ends within the context.
+        slots: int64[n, c], slots of the keys of each place's rows, counted over all places, then
+            padding slots.
+        among: additive mask over the rows themselves, [n, w, c].
+        capacity: number of slots in each place.
     """
 
     grid: Grid
@@ -195,7 +197,7 @@ class SplitMask(AttendingMask):
     def of(
         cls, grid: Grid, window: int | None, num_keys: int, capacity: int, dtype: torch.dtype
     ) -> Self:
-        """Return a mask for a model with a dtype; its own values mean nothing."""
+        """Return a mask for a model of a dtype; the values of the tensor itself have no meaning."""
         made = torch.zeros(1, 1, 1, 1).as_subclass(cls)
         sums = torch.promote_types(dtype, torch.float32)
         made.grid, made.capacity = grid, capacity
@@ -219,9 +221,9 @@ class SplitMask(AttendingMask):
         scaling: float | None,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attend to the context of each place and to its rows; see `AttendingMask.attend`.
+        """Compute attention to each place's context and rows; see `AttendingMask.attend`.
 
-        Keys and values that were never written must be finite.
+        Keys and values in slots that were never written must be finite.
 
         Raises:
             RuntimeError: an option changes the result in an unsupported way.
@@ -231,7 +233,7 @@ class SplitMask(AttendingMask):
             raise RuntimeError(f"attention with {', '.join(refused)} cannot be split over keys")
         grid, num_rows = self.grid, query.shape[2]
         places, width = grid.rows.shape
-        is_alone = (places, width) == (1, num_rows)  # then cells equal rows
+        is_alone = (places, width) == (1, num_rows)  # then cells are rows
         cells = query[0] if is_alone else query[0][:, grid.rows.flatten()]
         shown = slice(self.context.shape[-1])
         context = [
@@ -258,22 +260,22 @@ def split_over_keys(
     mask: SplitMask,
     scale: float,
 ) -> torch.Tensor:
-    """Attend to the context and to the rows without joining their masks or keys.
+    """Compute attention to the context and the rows without joining their masks or keys.
 
-    If all scores at once would take too much memory, the context is processed in pieces. The
-    softmax over all keys is the softmax of each piece, weighted by the piece's share of the sum of
-    exponentials, as flash-decoding splits long contexts (Dao et al., 2023).
+    If all scores would take too much memory, the context is processed in pieces. The softmax over
+    all keys is the softmax of each piece, weighted by the piece's share of the sum of exponentials.
+    Flash-decoding splits long contexts in the same way (Dao et al., 2023).
 
     Args:
-        query: [heads, n, w, head size].
-        context: keys and values, [key heads, n, keys, size] each: views, which are not copied if n
-            is all places.
-        own: keys and values of the rows, [key heads, n, c, size] each.
-        mask: the mask.
+        query: [heads, n, w, head size], the queries.
+        context: keys and values of the context, each [key heads, n, keys, size]; they are views,
+            not copied if n is the number of all places.
+        own: keys and values of the rows, each [key heads, n, c, size].
+        mask: the split mask of the pass.
         scale: factor of the scores.
 
     Returns:
-        [heads, n, w, value size].
+        [heads, n, w, value size], the attention output.
     """
     heads, places, width, size = query.shape
     key_heads = len(context[0])
@@ -296,7 +298,7 @@ def split_over_keys(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _KeyRun:
-    """Keys and values, [key heads * n, k, size] each, and their mask, [n, 1 or w, k]."""
+    """Keys and values, each [key heads * n, k, size], and the mask for them, [n, 1 or w, k]."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -304,26 +306,27 @@ class _KeyRun:
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> Self:
-        """Make a run from [key heads, n, k, size] each."""
+        """Return a run of keys and values, given each as [key heads, n, k, size]."""
         return cls(keys.flatten(0, 1), values.flatten(0, 1), mask)
 
 
 def _attended_to(
     runs: Sequence[_KeyRun], queries: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to several runs of keys with one softmax.
+    """Compute attention to several runs of keys with one softmax.
 
     Args:
-        runs: runs of keys.
-        queries: [key heads * n, group * w, head size].
+        runs: the runs of keys and values.
+        queries: [key heads * n, group * w, head size], the queries.
         scale: factor of the scores.
 
     Returns:
-        [key heads * n, group * w, value size], and the scores, in at least single precision.
+        [key heads * n, group * w, value size], the attention output, and the scores, in at least
+        single precision.
     """
     batch, num_rows, _ = queries.shape
     sizes = [run.keys.shape[1] for run in runs]
-    # Written in parts, because joining them would take as long as computing them.
+    # Each part is written in place, because joining parts would take as long as computing them.
     scores = runs[0].mask.new_empty(batch, num_rows, sum(sizes))
     places, width = len(runs[0].mask), runs[-1].mask.shape[1]
     by_cell = scores.view(-1, places, num_rows // width, width, sum(sizes))
@@ -338,7 +341,7 @@ def _attended_to(
 
 
 def _joined(parts: Iterable[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
-    """Combine the results of pieces, weighted by their sums of exponentials; frees scores early."""
+    """Combine the outputs of pieces, weighted by their sums of exponentials; free scores early."""
     attended, log_sums = [], []
     for part, scores in parts:
         attended.append(part.to(scores.dtype))
@@ -352,10 +355,10 @@ class PassShape:
     """The fixed shape of a captured pass.
 
     Attributes:
-        num_places: number of first places of the cache: one or all.
-        num_rows: rows of the pass, over all places.
-        width: most rows of a place.
-        num_keys: slots in each place that are attended to.
+        num_places: number of first places of the cache that take part: one or all.
+        num_rows: number of rows in the pass, over all places.
+        width: most rows of one place.
+        num_keys: number of slots in each place that the pass attends to.
     """
 
     num_places: int
@@ -365,17 +368,17 @@ class PassShape:
 
 
 class Inputs:
-    """Everything that differs between passes of a shape, in one tensor of integers.
+    """The inputs in which passes of one shape differ, as one tensor of integers.
 
     Args:
-        shape: shape of the passes.
+        shape: the fixed shape of the passes.
         device: the model's device.
 
     Attributes:
-        numbers: int64[4 * rows + 2 * places]: for each row its token and the index of its parent
-            row in its place, -1 for none; for each place the number of tokens that it holds and the
-            number of its rows in the pass; for each row the bits of its random number and the
-            number of the drawing that chooses after it, 0 for none.
+        numbers: int64[4 * rows + 2 * places]. First for each row: its token, and the index of its
+            parent row in its place, -1 for none. Then for each place: the number of tokens that it
+            holds, and the number of its rows in the pass. Then for each row: the bits of its random
+            number, and the number of the drawing that samples after it, 0 for none.
     """
 
     def __init__(self, shape: PassShape, device: torch.device) -> None:
@@ -393,9 +396,9 @@ class Inputs:
         """Set the inputs of a pass.
 
         Args:
-            readings: readings in the order of their places, which are among those of the shape.
-            pasts: tokens that each place holds.
-            drawings: numbers of the drawings; others do not choose.
+            readings: readings in the order of their places, which the shape must include.
+            pasts: number of tokens that each place holds.
+            drawings: numbers of the captured drawings; other drawings do not sample in the pass.
         """
         num_rows, num_places = self._shape.num_rows, self._shape.num_places
         numbers = np.zeros(len(self.numbers), np.int64)
@@ -423,7 +426,7 @@ def _upload(values: NDArray[np.int64], tensor: torch.Tensor) -> None:
     """Copy values to a device asynchronously."""
     given = torch.from_numpy(values)
     if tensor.is_cuda:
-        given = given.pin_memory()  # otherwise the host would wait for the device's current work
+        given = given.pin_memory()  # else the host would wait for the device's current work
     tensor.copy_(given, non_blocking=True)
 
 
@@ -432,12 +435,12 @@ class PassLayout:
     """The layout of a pass's rows, on the device.
 
     Attributes:
-        grid: rows and what they see.
-        tokens: int64[rows].
-        positions: int64[rows].
+        grid: the rows, and what they see.
+        tokens: int64[rows], token of each row.
+        positions: int64[rows], position of each row in its sequence.
         slots: int64[rows], slots for the rows' keys and values, counted over all places.
-        parents: int64[n, w], index of each cell's parent in its place; -1 for none.
-        is_used: bool[n, w], whether a cell has a row of its own.
+        parents: int64[n, w], index of each cell's parent within its place; -1 for none.
+        is_used: bool[n, w], whether each cell holds a row of its own.
     """
 
     grid: Grid
@@ -449,10 +452,10 @@ class PassLayout:
 
     @classmethod
     def of(cls, numbers: torch.Tensor, shape: PassShape, capacity: int) -> Self:
-        """Lay out the numbers of a pass over places of `capacity` slots; see `Inputs`.
+        """Lay out a pass over places of `capacity` slots from its numbers; see `Inputs`.
 
-        Padding rows come after those of the last place, and no other row sees them. They have the
-        position of the first row, which the model surely supports.
+        Padding rows come after the rows of the last place, and no other row sees them. They have
+        the position of the first row, which the model surely supports.
         """
         num_rows, width = shape.num_rows, shape.width
         tokens, parents = numbers[: 2 * num_rows].view(2, -1)
@@ -484,12 +487,12 @@ def _counted(count: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _ancestors(parents: torch.Tensor) -> torch.Tensor:
-    """Return bool[n, w, w], whether a cell is another cell's ancestor or that cell itself.
+    """Return bool[n, w, w], whether cell j is an ancestor of cell i, or cell i itself.
 
-    Every round doubles the distance covered, so the number of rounds is that of the width's bits.
+    Every round doubles the covered distance, so there are as many rounds as the width has bits.
 
     Args:
-        parents: int64[n, w], -1 for none.
+        parents: int64[n, w], each cell's parent; -1 for none.
     """
     width = parents.shape[1]
     cells = _counted(width, parents)
@@ -502,13 +505,13 @@ def _ancestors(parents: torch.Tensor) -> torch.Tensor:
 
 
 def _walked(layout: PassLayout, choices: torch.Tensor) -> torch.Tensor:
-    """Return bool[rows], whether the target's choices lead to a row.
+    """Return bool[rows], whether the target's most probable tokens lead to each row.
 
-    Of two children with the same token the later one is followed, as in
-    `decoder.sampling.verification.follow`.
+    Of two children with the same token, the later child is followed, as in
+    `decoder.sampling.walk.follow`.
 
     Args:
-        layout: the pass.
+        layout: the layout of the pass's rows.
         choices: int64[rows], the target's token after each row.
     """
     grid = layout.grid
@@ -523,7 +526,7 @@ def _walked(layout: PassLayout, choices: torch.Tensor) -> torch.Tensor:
 
 
 def _choice_table(layout: PassLayout, logits: torch.Tensor) -> torch.Tensor:
-    """Return int32[rows, columns], the contents of a `ChoiceTable`."""
+    """Return int32[rows, columns], the values of a `ChoiceTable`."""
     choices = logits.argmax(dim=-1)
     values, tokens = logits.topk(min(NUM_FOUND, logits.shape[-1]), dim=-1)
     columns = torch.stack([choices, _walked(layout, choices), torch.zeros_like(choices)], dim=1)
@@ -532,23 +535,23 @@ def _choice_table(layout: PassLayout, logits: torch.Tensor) -> torch.Tensor:
 
 
 _Outputs = dict[str, torch.Tensor]
-"""By name: logits [rows, vocabulary], the table of choices int32[rows, columns], states [rows,
-tapped, hidden size] if any are tapped, and the requests of selections, int64[rows, 2]: random
-numbers and drawings, as in `Inputs`."""
+"""Results of a pass by name: logits, [rows, vocabulary]; the table of choices, int32[rows,
+columns]; hidden states, [rows, tapped, hidden size], if any are tapped; and the requests of
+selections, int64[rows, 2], random numbers and drawings as in `Inputs`."""
 
 _ASKED: Final = "asked"
 
 MOST_ROWS: Final = 256
-"""Rows of the widest captured pass, the size of a drafter's largest tree. Each power of two below
-is captured separately, which takes time and memory."""
+"""Rows of the widest captured pass, as many as the nodes of a drafter's largest tree. Each power of
+two up to this number is captured separately, which takes time and memory."""
 
 _MOST_DRAWINGS: Final = 8
-"""Most sampling settings that are captured, each for every power of two of rows. Sequences with
-further settings also choose on the device, but with separate operations."""
+"""Most sampling settings that are captured, each for every power of two of rows. With further
+settings, sequences also sample on the device, but with separate operations."""
 
 _FEWEST_KEYS: Final = 256
-"""Keys of the shortest captured pass: smaller shapes would save little and cause repeated captures
-while a sequence is short."""
+"""Keys of the shortest captured pass: smaller shapes would save little, and would be captured again
+and again while a sequence is short."""
 
 _FEWEST_TOKENS: Final = 1024
 """Slots reserved at the start, because growing invalidates captured shapes."""
@@ -576,12 +579,12 @@ class _Draw:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """Tokens of the last pass that a sequence keeps in other slots of its place.
+    """Accepted tokens of the last pass that must move to other slots of their place.
 
     Attributes:
         place: place of the sequence.
-        start: first slot to move them to.
-        slots: int64[k], their current slots, each at or after its new slot.
+        start: first slot to move the tokens to.
+        slots: int64[k], the tokens' current slots, each at or after the token's new slot.
     """
 
     place: int
@@ -590,13 +593,15 @@ class Kept:
 
 
 class Masking(Enum):
-    """What builds the masks of captured passes.
+    """Who builds the masks of captured passes.
 
     Attributes:
-        SPLIT: the passes; all layers use `decoder.model.attention.tree_attention`.
-        DENSE: the passes, for another attention; only passes of the first place are captured.
-        OWN: the model, from the number of tokens before a chain, which is stored on the device;
-            only passes of the first place are captured.
+        SPLIT: the passes build split masks; all layers use
+            `decoder.model.attention.tree_attention`.
+        DENSE: the passes build dense masks, for other attention; only passes of the first place are
+            captured.
+        OWN: the model builds its own masks from the number of tokens before a chain, which is on
+            the device; only passes of the first place are captured.
     """
 
     SPLIT = "split"
@@ -605,22 +610,22 @@ class Masking(Enum):
 
 
 class CapturedPasses:
-    """Passes over all places of a cache with few shapes, so that each can be captured.
+    """Passes over all places of a cache, with so few shapes that each can be captured.
 
-    The total number of rows, the rows of the widest place and the shown keys are padded to powers
-    of two, rows up to 256. The tokens that commits move are padded too. Wider passes and those that
-    only read prompts run eagerly on the same cache. Growing buffers invalidate all captured shapes,
-    and if weights have moved or the model has changed, everything is captured again. If capturing
-    fails, all passes run eagerly from then on, which is logged once. A model's Python code runs
-    when a shape is captured, not in every pass, so only models without foreign code are captured:
-    see `has_code_of_others`.
+    The total number of rows, the rows of the widest place and the visible keys are padded to powers
+    of two, rows up to 256. The number of tokens that commits move is padded too. Wider passes, and
+    passes that only read prompts, run eagerly on the same cache. When buffers grow, all captured
+    shapes become invalid. If weights moved or the model changed, everything is captured again. If
+    capturing fails, all passes run eagerly from then on, which is logged once. A model's Python
+    code runs when a shape is captured, not in every pass, so only models without foreign code are
+    captured: see `has_code_of_others`.
 
     Args:
         model: the model to run.
         cache: cache of the sequences.
-        windows: windows of the model's layer types.
-        make_capture: makes the capture of shapes.
-        masking: what builds the masks; only chains are captured if the model does.
+        windows: window of each of the model's layer types.
+        make_capture: function that returns a `Capture`.
+        masking: who builds the masks; if the model does, only chains are captured.
         max_length: most tokens of a sequence; `None` for no limit.
     """
 
@@ -646,18 +651,17 @@ class CapturedPasses:
 
     @property
     def is_padding(self) -> bool:
-        """Whether passes are padded; they are not if capturing failed."""
+        """Whether passes are padded, that is, whether capturing has not failed."""
         return not self._is_eager
 
     def read(self, readings: Sequence[Reading]) -> list[Read] | None:
-        """Run a pass after the contents of the places.
+        """Run a captured pass after the contents of the places.
 
         Args:
-            readings: readings of distinct places, in their order.
+            readings: readings of distinct places, in the order of the places.
 
         Returns:
-            The result of each reading, or `None` if such a pass is not captured; then nothing was
-            done.
+            The result of each reading; `None`, without any effect, if such a pass is not captured.
         """
         if (
             self._is_eager
@@ -682,7 +686,7 @@ class CapturedPasses:
         return self._taken(readings, draws)
 
     def move(self, kept: Sequence[Kept]) -> bool:
-        """Move the tokens that commits keep, in all places at once; return whether it was done."""
+        """Move the accepted tokens of all places at once; return whether that was done."""
         copies = self._copies_for(sum(len(each.slots) for each in kept))
         if copies is None:
             return False
@@ -702,40 +706,41 @@ class CapturedPasses:
         return True
 
     def prepare(self, num_tokens: int, num_rows: int) -> None:
-        """Capture all shapes of sequences up to a given length, so that none is captured later.
+        """Capture all shapes for sequences up to a given length, so that none is captured later.
 
-        The layers of the cache must have appeared, and it must have all of its places.
+        The layers of the cache must already have buffers, and the cache must have all of its
+        places.
 
         Args:
             num_tokens: most tokens of a sequence, drafts included.
-            num_rows: most rows of a pass, of which at most 256 are captured.
+            num_rows: most rows of a pass; passes of at most 256 rows are captured.
         """
         longest = max(num_tokens, _FEWEST_TOKENS, *self._cache.lengths)
         self._cache.reserve(longest + _bucket(num_rows))
         self._renew()
         shapes = sorted(set(self._shapes(num_tokens, min(num_rows, MOST_ROWS))), key=_size)
-        for shape in shapes[::-1]:  # the largest first, so that others reuse its memory pool
+        for shape in shapes[::-1]:  # the largest first, so that others reuse its memory
             if not self._is_eager:
                 self._pass_for(shape)
         for count in _buckets(min(num_rows, MOST_ROWS)):
             self._copies_for(count)
 
     def prepare_drawing(self, drawing: Drawing, num_rows: int) -> None:
-        """Capture a drawing for passes of up to `num_rows` rows, after the passes were captured."""
+        """Capture a drawing for passes of up to `num_rows` rows; call this after `prepare`."""
         for count in _buckets(min(num_rows, MOST_ROWS)):
             if self._outputs and not self._is_eager:
                 self._draw_for(drawing, count)
 
     def has_moved_weights(self) -> bool:
-        """Return whether captured passes would read old weight addresses; check before a pass."""
+        """Return whether weights have moved; check before a captured pass."""
         return self._recorded.has_moved()
 
     def has_other_model(self) -> bool:
-        """Return whether captures are out of date otherwise; check while a pass is computed."""
+        """Return whether captures are outdated for another reason; check while a pass runs."""
         return self._recorded.has_changed()
 
     def _shape_of(self, readings: Sequence[Reading]) -> PassShape | None:
-        """Return the shape of a pass after making room in the cache; `None` if not captured."""
+        """Make room in the cache; return a pass's shape, or `None` if it is not captured."""
         num_rows = _bucket(max(sum(len(each.tokens) for each in readings), self._fewest_rows))
         is_first_alone = readings[-1].place == 0
         if num_rows > MOST_ROWS or not (self._splits or is_first_alone):
@@ -764,12 +769,12 @@ class CapturedPasses:
         """Return the shape of passes after up to `context` tokens; dense masks include the rows."""
         num_shown = max(context if self._splits else context + num_rows, _FEWEST_KEYS)
         num_keys = min(_bucket(num_shown), self._cache.capacity)
-        # Otherwise two similar shapes would both be captured.
+        # Else two similar shapes would both be captured.
         width = max(_bucket(widest), 2 * num_rows // num_places)
         return PassShape(num_places, num_rows, min(width, num_rows), num_keys)
 
     def _shapes(self, num_tokens: int, num_rows: int) -> Iterable[PassShape]:
-        """Return the shapes of all passes after sequences up to a given length."""
+        """Yield the shapes of all passes after sequences up to a given length."""
         num_places = len(self._cache.lengths)
         for places in {1, num_places if self._splits else 1}:
             for rows in _buckets(num_rows)[self._fewest_rows.bit_length() - 1 :]:
@@ -778,7 +783,7 @@ class CapturedPasses:
                         yield self._shape(places, rows, widest, context)
 
     def _pass_for(self, shape: PassShape) -> _CapturedPass | None:
-        """Return the captured pass of a shape; `None` if capturing fails."""
+        """Return the captured pass of a shape, capturing it if needed; `None` if that fails."""
         return self._passes.get(shape) or self._new_pass(shape)
 
     def _new_pass(self, shape: PassShape) -> _CapturedPass | None:
@@ -796,7 +801,7 @@ class CapturedPasses:
         inputs.fill([dummy], self._cache.lengths)
 
     def _run(self, numbers: torch.Tensor, shape: PassShape) -> None:
-        """Compute a pass and leave its results in tensors that all shapes share."""
+        """Compute a pass, and write its results to tensors that all shapes share."""
         found = self._computed(numbers, shape)
         if not self._outputs:
             self._outputs = {
@@ -806,7 +811,7 @@ class CapturedPasses:
             self._outputs[name][: len(rows)].copy_(rows)
 
     def _computed(self, numbers: torch.Tensor, shape: PassShape) -> _Outputs:
-        """Run the inputs through the model."""
+        """Run the model on the inputs, and return its results by name."""
         capacity = self._cache.capacity
         layout = PassLayout.of(numbers, shape, capacity)
         options: dict[str, Any] = (
@@ -815,7 +820,7 @@ class CapturedPasses:
         positions, length = layout.positions, None
         if self.masking is Masking.OWN:
             length = layout.grid.pasts[0]
-            positions = length + _counted(shape.num_rows, numbers)  # padding rows count on
+            positions = length + _counted(shape.num_rows, numbers)  # padding rows continue counting
         if self._model.takes("position_ids"):
             options["position_ids"] = positions[None]
         frame = Frame(layout.slots, None if self._splits else shape.num_keys, length)
@@ -855,7 +860,7 @@ class CapturedPasses:
         return grid.dense(shape.num_keys, window, self._model.dtype)
 
     def _draws_for(self, readings: Sequence[Reading], num_rows: int) -> dict[Drawing, _Draw]:
-        """Return the captured drawings for the selections of a pass."""
+        """Return the captured drawings for a pass's selections."""
         drawings = {each.selection.drawing for each in readings if each.selection is not None}
         found = {drawing: self._draw_for(drawing, num_rows) for drawing in drawings}
         return {drawing: draw for drawing, draw in found.items() if draw is not None}
@@ -877,14 +882,14 @@ class CapturedPasses:
         return made
 
     def _drawn(self, drawing: Drawing, number: int, num_rows: int) -> None:
-        """Choose tokens after the rows of the last pass that request this drawing."""
+        """Sample tokens after those rows of the last pass that request this drawing."""
         points, asked_for = self._outputs[_ASKED][:num_rows].unbind(1)
         chosen = drawing(self._outputs["logits"][:num_rows], points.view(torch.float64))
         column = self._outputs["choices"][:num_rows, ChoiceTable.SELECTED]
         column.copy_(torch.where(asked_for == number, chosen.to(column.dtype), column))
 
     def _taken(self, readings: Sequence[Reading], drawings: Mapping[Drawing, _Draw]) -> list[Read]:
-        """Return copies of the last pass's results: the next one writes to the same tensors."""
+        """Copy the last pass's results, because the next pass overwrites them."""
         num_rows = sum(len(each.tokens) for each in readings)
         kept = {
             name: rows[:num_rows].clone() for name, rows in self._outputs.items() if name != _ASKED
@@ -907,7 +912,7 @@ class CapturedPasses:
         return {number: kept["states"][rows, at] for at, number in enumerate(self._model.states)}
 
     def _copies_for(self, num_tokens: int) -> _Copies | None:
-        """Return the captured move of `num_tokens` tokens in the cache; `None` to move eagerly."""
+        """Return the captured move of `num_tokens` tokens; `None` to move them eagerly."""
         self._renew()
         count = _bucket(num_tokens)
         if self._is_eager or count > MOST_ROWS:
@@ -916,7 +921,7 @@ class CapturedPasses:
 
     def _new_copies(self, count: int) -> _Copies | None:
         device = torch.device(self._model.device)
-        # All zero: capturing runs the move any number of times and must not change the cache.
+        # All zero, because capturing runs the move any number of times without changing the cache.
         pairs = torch.zeros(2, count, dtype=torch.int64, device=device)
         sources, destinations = pairs
         run = self._captured(partial(self._cache.move, sources, destinations))
@@ -926,10 +931,10 @@ class CapturedPasses:
         return made
 
     def _captured(self, function: Callable[[], Output]) -> Callable[[], Output] | None:
-        """Capture a function; if that fails, log it and run eagerly from then on."""
+        """Capture a function; if that fails, log it, and run eagerly from then on."""
         try:
             if not self._outputs:
-                function()  # allocates the shared tensors, which a capture only writes to
+                function()  # allocates the shared tensors, which a capture must not do
             return self._capture(function)
         except RuntimeError as error:
             self._is_eager = True
@@ -938,7 +943,7 @@ class CapturedPasses:
             return None
 
     def _renew(self) -> None:
-        """Drop captured shapes whose buffers were replaced."""
+        """Drop captured shapes if the cache's buffers were replaced."""
         if self._cache.num_growths != self._num_growths:
             self._forget()
 
@@ -956,10 +961,10 @@ def _size(shape: PassShape) -> tuple[int, ...]:
 
 
 def _bucket(count: int) -> int:
-    """Return the least power of two that is not below a positive count."""
+    """Return the smallest power of two that is at least a positive count."""
     return 1 << (count - 1).bit_length()
 
 
 def _buckets(most: int) -> list[int]:
-    """Return the powers of two that counts up to `most` are padded to."""
+    """Return the powers of two to which counts up to `most` are padded."""
     return [1 << bits for bits in range((most - 1).bit_length() + 1)]

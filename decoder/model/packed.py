@@ -1,7 +1,7 @@
-"""One pass for many sequences: their rows are concatenated, and each sees its own keys.
+"""One pass for several sequences: their rows are concatenated, and each row sees its own keys.
 
-Products with weights, which dominate the cost of a pass, are computed for all rows at once, without
-padding. For attention, neighbouring places are grouped if padding their rows costs less than
+Products with weights, which take most of a pass's time, are computed for all rows at once, without
+padding. For attention, neighbouring places are grouped if padding their rows takes less time than
 another call.
 """
 
@@ -30,23 +30,23 @@ from decoder.model.tree_rows import TreeRows
 from decoder.model.user_model import UserModel
 
 _CALL: Final = 1000
-"""Scores of a head (rows times keys) that take as long as one more attention call: measured on two
-cores, a call takes 15 to 30 us and a score of nine heads 25 ns."""
+"""Number of scores of a head (rows times keys) that take as long as one more attention call.
+Measured on two cores, a call takes 15 to 30 us, and a score of nine heads 25 ns."""
 
 _LAUNCHES: Final = 1 << 20
-"""The same on another device, where a call is about fifteen launches. On an H200 they take at least
-75 us (750 on a slow host), and a million scores of nine heads about 30 us."""
+"""The same number on other devices, where a call takes about fifteen launches. On an H200 these
+take at least 75 us (750 us on a slow host), and a million scores of nine heads take about 30 us."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Neighbours:
-    """Neighbouring places of a cache whose rows in a packed pass attend in one call.
+    """Neighbouring places of a cache whose rows share one attention call in a packed pass.
 
     Attributes:
-        places: places of n sequences.
-        keys: slots in each place that at least one of its rows sees.
-        rows: int64[n, w], the rows of each place; -1 for padding.
-        mask: additive, [n, 1, w, keys]; `None` if a single row sees all keys.
+        places: the slice of n neighbouring places.
+        keys: the slice of slots in each place that contains all keys its rows see.
+        rows: int64[n, w], row numbers of each place; -1 for padding.
+        mask: additive mask, [n, 1, w, keys]; `None` if a single row sees all keys.
     """
 
     places: slice
@@ -57,14 +57,15 @@ class Neighbours:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dealing:
-    """How rows are distributed to groups of neighbours, for layers with the same head counts.
+    """How rows are distributed to groups of neighbours, in layers with the same numbers of heads.
 
     Attributes:
-        given: int64[m], index among [rows * heads] of each query that a call takes; the queries of
-            heads that share keys are rows of one product.
+        given: int64[m], for each query of a call, its index among [rows * heads]; the queries of
+            heads that share keys form one product.
         sizes: number of queries of each group.
-        masks: mask of each group, in the form that its calls take.
-        taken: int64[rows * heads], index of each result among the results of all calls.
+        masks: mask of each group, in the form that the group's calls need.
+        taken: int64[rows * heads], for each row and head, the index of its result among all calls'
+            results.
     """
 
     given: torch.Tensor
@@ -76,7 +77,7 @@ class Dealing:
     def of(
         cls, neighbours: Sequence[Neighbours], heads: int, key_heads: int, device: torch.device
     ) -> Self:
-        """Compute the distribution for layers with given numbers of query and key heads."""
+        """Compute the distribution for layers with these numbers of query heads and key heads."""
         shared = heads // key_heads
         numbers = np.arange(heads).reshape(key_heads, shared)
         given, taken, masks = [], [], []
@@ -98,10 +99,10 @@ class Dealing:
 
 
 class PackedMask(AttendingMask):
-    """The mask of a packed pass; layers on different devices distribute rows on their own device.
+    """The mask of a packed pass; each layer distributes rows on its own device.
 
     Attributes:
-        neighbours: groups of places; every row is in one of them.
+        neighbours: groups of places; every row is in one group.
         capacity: slots in each place.
     """
 
@@ -111,14 +112,14 @@ class PackedMask(AttendingMask):
 
     @classmethod
     def of(cls, neighbours: Sequence[Neighbours], capacity: int) -> Self:
-        """Return a mask; its own values mean nothing."""
+        """Return a mask; the values of the tensor itself have no meaning."""
         made = torch.zeros(1, 1, 1, 1).as_subclass(cls)
         made.neighbours, made.capacity = neighbours, capacity
         made._dealings = {}  # noqa: SLF001  its own
         return made
 
     def dealing(self, heads: int, key_heads: int, device: torch.device) -> Dealing:
-        """Return the distribution of rows in a layer, computed once for all layers like it."""
+        """Return the distribution of rows in a layer, computed once for all layers of its kind."""
         key = device, heads, key_heads
         if key not in self._dealings:
             self._dealings[key] = Dealing.of(self.neighbours, heads, key_heads, device)
@@ -134,7 +135,7 @@ class PackedMask(AttendingMask):
         scaling: float | None,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attend within each group of neighbours; see `AttendingMask.attend`."""
+        """Compute attention within each group of neighbours; see `AttendingMask.attend`."""
         _, heads, num_rows, size = query.shape
         key_heads, is_folded = key.shape[1], not (dropout or refused_options(options))
         dealing = self.dealing(*((heads, key_heads) if is_folded else (1, 1)), query.device)
@@ -161,19 +162,19 @@ class PackedMask(AttendingMask):
 
 
 class PackedPart(NamedTuple):
-    """A sequence's part in a packed pass: its reading and the reading's rows."""
+    """A sequence's part in a packed pass: its reading, and the reading's rows."""
 
     reading: Reading
     rows: TreeRows
 
 
 class PackedPasses:
-    """Passes of many sequences over the places of one cache.
+    """Passes over several sequences in the places of one cache.
 
     Args:
         model: a model whose layers all use `decoder.model.attention.tree_attention`.
-        cache: has a place for each sequence, after a first pass over one of them.
-        windows: windows of the model's layer types.
+        cache: a cache with a place for each sequence, after a first pass over one place.
+        windows: window of each of the model's layer types.
     """
 
     def __init__(
@@ -189,10 +190,10 @@ class PackedPasses:
         return self._cache.capacity > 0
 
     def read(self, readings: Sequence[Reading]) -> list[Read]:
-        """Read for several sequences in one pass, after the contents of their places.
+        """Read several sequences' inputs in one pass, after the contents of their places.
 
         Args:
-            readings: readings of distinct places, in their order.
+            readings: readings of distinct places, in the order of the places.
         """
         device, pasts = self._model.device, self._cache.lengths
         parts = [PackedPart(each, each.rows(pasts[each.place])) for each in readings]
@@ -234,7 +235,7 @@ class PackedPasses:
         }
 
     def _taken(self, readings: Sequence[Reading], logits: torch.Tensor) -> list[Read]:
-        """Return for each sequence its logits and tapped states."""
+        """Return each sequence's logits and tapped hidden states."""
         sizes = [len(each.tokens) for each in readings]
         own = torch.split(logits, [each.num_logits for each in readings])
         split = {number: torch.split(rows, sizes) for number, rows in self._model.states.items()}
@@ -245,12 +246,11 @@ class PackedPasses:
 
 
 def grouped(parts: Iterable[PackedPart], call: int = _CALL) -> Iterator[list[PackedPart]]:
-    """Group neighbouring places if that costs less than separate calls.
+    """Group neighbouring places if that takes less time than separate calls.
 
     Args:
-        parts: parts in the order of their places; the keys of places between two of them are also
-            read.
-        call: scores of a head that take as long as one more call.
+        parts: parts in the order of their places; a group also reads the keys of places in between.
+        call: number of scores of a head that take as long as one more call.
     """
     group: list[PackedPart] = []
     width = keys = 0  # most rows and keys of a place in the group; scores include padding
@@ -270,7 +270,7 @@ def grouped(parts: Iterable[PackedPart], call: int = _CALL) -> Iterator[list[Pac
 
 
 def _wanted(readings: Iterable[Reading]) -> torch.Tensor:
-    """Return int64[n], the rows whose logits are wanted."""
+    """Return int64[n], the rows whose logits are needed."""
     wanted, start = [], 0
     for reading in readings:
         end = start + len(reading.tokens)
@@ -289,9 +289,9 @@ def _neighbours(
     """Return how a group of places attends.
 
     Args:
-        group: parts of neighbouring places; a place between them without a part has no rows.
-        starts: first row of each place's part in the pass.
-        window: positions that a row sees, itself included; `None` for all.
+        group: parts of neighbouring places; places in between without a part have no rows.
+        starts: number of the first row of each place's part in the pass.
+        window: number of positions that a row sees, itself included; `None` for all.
         dtype: dtype of the mask.
         device: device of all tensors.
     """
@@ -304,7 +304,7 @@ def _neighbours(
         begin = starts[reading.place]
         numbers[reading.place - first, : rows.num_read] = np.arange(begin, begin + rows.num_read)
     if len(group) == 1 and width == 1:
-        mask = None  # the only row sees all shown keys
+        mask = None  # the only row sees all keys in the slice
     else:
         mask = _mask(group, numbers.shape, keys, window, dtype).to(device)
     return Neighbours(slice(first, last + 1), keys, numbers, mask)
@@ -317,9 +317,9 @@ def _mask(
     window: int | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return dtype[places, 1, rows, keys], zero where attention is allowed.
+    """Return dtype[places, 1, rows, keys], an additive mask: zero where attention is allowed.
 
-    Padding rows see all keys; their results are dropped.
+    Padding rows see all keys, and their results are dropped.
     """
     mask = torch.zeros(*shape, keys.stop - keys.start, dtype=dtype)
     for reading, rows in group:

@@ -1,4 +1,4 @@
-"""Forward passes of a sequence with a draft tree, over each kind of state."""
+"""Forward passes over a sequence with a draft tree, for each kind of cache."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,15 +23,15 @@ from retriever.tree import DraftTree
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
-    """A sequence's input in a pass: a prompt chunk, or its last token and a tree.
+    """A sequence's input to a pass: a prompt chunk, or the last token and a tree.
 
     Attributes:
         place: place of the sequence.
-        tokens: int32[n], at least one; with a tree, the last token and the tree's tokens.
-        tree: continuations of the first token, N = n - 1 nodes; `None` for a prompt chunk, which is
-            committed as it is read.
-        selection: how a captured pass chooses tokens after the rows whose logits are wanted; other
-            passes choose nothing.
+        tokens: int32[n], n at least 1: the prompt chunk, or the last token and the tree's tokens.
+        tree: the tree after the first token, N = n - 1 nodes; `None` for a prompt chunk, which is
+            committed when it is read.
+        selection: how a captured pass samples tokens after the rows whose logits are needed; other
+            passes ignore it.
     """
 
     place: int
@@ -41,23 +41,23 @@ class Reading:
 
     @classmethod
     def of(cls, place: int, last_token: int, tree: DraftTree) -> "Reading":
-        """Return the reading of a sequence's last token and a tree after it."""
+        """Return a reading of a sequence's last token and the tree after it."""
         return cls(place, np.concatenate([np.array([last_token], np.int32), tree.token_ids]), tree)
 
     @property
     def num_logits(self) -> int:
-        """Number of last tokens after which logits are wanted."""
+        """Number of last tokens after which logits are needed."""
         return 1 if self.tree is None else len(self.tokens)
 
     @property
     def parents(self) -> NDArray[np.int64]:
-        """int64[n], the parent row of each row; -1 for the first."""
+        """Return int64[n], the parent row of each row; -1 for the first row."""
         if self.tree is None:
             return np.arange(-1, len(self.tokens) - 1)
         return np.concatenate([np.array([-1]), self.tree.parents + 1])
 
     def rows(self, past: int) -> TreeRows:
-        """Return its rows after `past` tokens of the sequence."""
+        """Return the reading's rows, after `past` tokens of the sequence."""
         if self.tree is None:
             return TreeRows.in_line(len(self.tokens), past)
         return TreeRows.behind_token(self.tree, past)
@@ -67,9 +67,9 @@ class Read(NamedTuple):
     """The result of a reading.
 
     Attributes:
-        logits: [num_logits, vocabulary], logits after its last tokens.
-        states: [n, hidden] each, the tapped hidden states.
-        choices: the choices from the logits, if the pass computed them.
+        logits: [num_logits, vocabulary], the logits after the reading's last tokens.
+        states: the tapped hidden states by number, each [n, hidden size].
+        choices: the tokens chosen from the logits, if the pass itself chose them.
     """
 
     logits: torch.Tensor
@@ -81,39 +81,39 @@ _SIGNS: Final = ("out of memory", "can't allocate memory", "DefaultCPUAllocator"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means out of memory; on a CPU torch raises a plain RuntimeError."""
+    """Return whether an error means out of memory; on CPUs torch raises RuntimeError."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return any(sign in str(error) for sign in _SIGNS)
 
 
 class Passes(Protocol):
-    """A model with the state of one sequence."""
+    """Runs passes of a model, and holds the state of one sequence."""
 
     def read(self, reading: Reading, past: int) -> Read:
-        """Read after the `past` tokens of its state."""
+        """Read an input after the `past` tokens in the state."""
         ...
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` of the tokens read."""
+        """Keep only the first `length` tokens."""
         ...
 
     def keep(self, start: int, slots: NDArray[np.int64]) -> None:
-        """Keep the first `start` tokens, followed by those in `slots`, int64[n]."""
+        """Keep the first `start` tokens, followed by the tokens in `slots`, int64[n]."""
         ...
 
     def pretend(self, length: int, marked: NDArray[np.int64] | None = None) -> bool:
-        """Hold `length` made-up tokens, after a first pass; return whether that is possible.
+        """Fake a sequence of `length` tokens, after a first pass; return whether that is possible.
 
         Args:
             length: number of tokens.
-            marked: int64[n], tokens with values that stand out, to show which rows see them.
+            marked: int64[n], tokens that get values that stand out, to show which rows see them.
         """
         ...
 
 
 class ChainCache:
-    """The cache that transformers chooses for a model, if it can drop its last tokens."""
+    """The cache that transformers uses for a model, if that cache can drop its last tokens."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._config = model.config
@@ -121,7 +121,7 @@ class ChainCache:
 
     @contextmanager
     def written(self) -> Iterator[DynamicCache]:
-        """Provide the cache for a pass; one that fails halfway leaves layers of unequal length."""
+        """Provide the cache to a pass; a failed pass leaves layers of unequal length."""
         self._is_whole = False
         yield self._states
         self._is_whole = True
@@ -131,7 +131,7 @@ class ChainCache:
 
         Raises:
             OutOfMemoryError: a pass failed halfway.
-            UncroppableCacheError: the model turns out to have recurrent state.
+            UncroppableCacheError: the model has recurrent state.
         """
         if length == 0:
             self._states = DynamicCache(config=self._config)
@@ -141,13 +141,14 @@ class ChainCache:
                 "out of memory halfway through a pass, which the model's own cache cannot undo"
             )
         elif self._is_recording:
-            # Crops even if no token is dropped: that frees states recorded since the last crop.
+            # Crop even if no token is dropped, because that frees the states recorded since the
+            # last crop.
             self._states.crop(length - self._states.get_seq_length())
         else:
             self._begin_recording()
 
     def _begin_recording(self) -> None:
-        """Record states that a draft pushes out; not during the prompt, to save memory."""
+        """Record states that drafts push out; not during the prompt, to save memory."""
         if not self._states.is_croppable:
             raise UncroppableCacheError(
                 f"the cache of {self._config.model_type} cannot give up rejected tokens"
@@ -157,12 +158,12 @@ class ChainCache:
 
 
 class CachedPasses:
-    """Passes over keys and values; the last tokens can be dropped.
+    """Passes over keys and values, whose last tokens can be dropped.
 
     Args:
         model: the model to run.
         cache: cache of the sequence.
-        takes_trees: whether masks for trees are built here; otherwise drafts are chains.
+        takes_trees: whether to build masks for trees; otherwise drafts are chains.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class CachedPasses:
         self._takes_trees = takes_trees
 
     def read(self, reading: Reading, past: int) -> Read:
-        """See `Passes`; the model itself builds a chain's mask."""
+        """Read an input; see `Passes`. The model itself builds the mask of a chain."""
         model, num_rows = self._model, len(reading.tokens)
         rows = None if reading.tree is None or num_rows == 1 else reading.rows(past)
         positions = np.arange(past, past + num_rows) if rows is None else rows.positions
@@ -196,7 +197,7 @@ class CachedPasses:
         self.cache.truncate(length)
 
     def keep(self, start: int, slots: NDArray[np.int64]) -> None:
-        """See `Passes`; only the path of a tree has non-consecutive slots."""
+        """Keep a path; see `Passes`. Only paths of trees have non-consecutive slots."""
         if isinstance(self.cache, TreeCache):
             self.cache.keep(start, torch.from_numpy(slots).to(self._model.device))
 
@@ -211,9 +212,9 @@ class CachedPasses:
 
 
 class PlainPasses:
-    """Passes over state that cannot drop tokens, each as `model.generate` would run it.
+    """Passes over state that cannot drop tokens, run as `model.generate` would run them.
 
-    To drop tokens, the tokens before them are read again.
+    To drop tokens, the remaining tokens are read again.
     """
 
     def __init__(self, model: UserModel) -> None:
@@ -245,7 +246,7 @@ class PlainPasses:
             self._state = None
 
     def keep(self, start: int, _: NDArray[np.int64]) -> None:
-        """See `Passes`; nothing is ever drafted."""
+        """Keep the first tokens; see `Passes`. There are no drafts."""
         self.truncate(start)
 
     def pretend(self, length: int, marked: NDArray[np.int64] | None = None) -> bool:  # noqa: ARG002  it never can
@@ -253,7 +254,7 @@ class PlainPasses:
         return False
 
     def _begin(self) -> dict[str, Any]:
-        """Return the model's state before the first token."""
+        """Return the model's initial state."""
         model: Any = self._model.model
         mask = torch.ones(1, len(self._tokens), dtype=torch.long, device=model.device)
         state: dict[str, Any] = {"use_cache": True, "attention_mask": mask}
@@ -269,9 +270,9 @@ class PlainPasses:
 
 
 def within_depth(tree: DraftTree, max_depth: int) -> DraftTree:
-    """Return the tree without the nodes deeper than `max_depth`.
+    """Return the tree without nodes deeper than `max_depth`.
 
-    Parents are less deep than their children, so the rest is a valid tree.
+    Parents are less deep than their children, so the remaining nodes form a valid tree.
     """
     if len(tree) <= max_depth:  # no path can be longer
         return tree

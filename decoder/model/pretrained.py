@@ -1,6 +1,7 @@
-"""Loading target models and their tokenizers.
+"""Loads target models and their tokenizers.
 
-The loading functions import torch and transformers, so that commands can show options without them.
+Only the loading functions import torch and transformers, so that commands can show their options
+without these.
 """
 
 import io
@@ -33,7 +34,7 @@ _COSTLY: Final = ("GGUFReader", "get_tensor_name_map")
 
 
 class SharedReading:
-    """Caches what loaders read from GGUF files, while it exists."""
+    """Caches what loaders read from GGUF files, as long as this object exists."""
 
     def __init__(self) -> None:
         import gguf  # noqa: PLC0415  (as transformers, below)
@@ -64,7 +65,7 @@ _log = getLogger(__name__)
 
 
 class Precision(StrEnum):
-    """Floating-point types that a model can compute in."""
+    """Floating-point types in which a model can compute."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -73,7 +74,7 @@ class Precision(StrEnum):
 
     @property
     def dtype(self) -> "torch.dtype":
-        """The type as a torch dtype."""
+        """The corresponding torch dtype."""
         import torch  # noqa: PLC0415  (takes seconds to import)
 
         dtype: torch.dtype = getattr(torch, self.value)
@@ -92,12 +93,13 @@ class LanguageModel:
     """A causal language model with its tokenizer.
 
     Attributes:
-        name: the name under which it was loaded.
+        name: the name under which the model was loaded.
         model: the model, on its device and in evaluation mode.
-        tokenizer: its tokenizer.
+        tokenizer: the model's tokenizer.
         vocabulary: vocabulary of the tokenizer.
-        stop_ids: tokens that end a sequence.
-        use_chat_template: whether prompts are user messages, if the tokenizer has a chat template.
+        stop_ids: ids of the tokens that end a sequence.
+        use_chat_template: whether prompts are user messages of a chat, if the tokenizer has a chat
+            template.
         system: the system message, if not the template's own.
     """
 
@@ -110,7 +112,7 @@ class LanguageModel:
     system: str | None = None
 
     def encode(self, prompt: str) -> list[int]:
-        """Return a prompt's tokens; an empty list for an empty prompt.
+        """Return a prompt's token ids; an empty list for an empty prompt.
 
         Raises:
             TokenizerError: the chat template does not accept the prompt.
@@ -118,7 +120,7 @@ class LanguageModel:
         return _encode(self.tokenizer, prompt, self.use_chat_template, self.system)
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return the tokens of a conversation; see `indexer.tokenizer.encode_chat`.
+        """Return the token ids of a conversation; see `indexer.tokenizer.encode_chat`.
 
         Raises:
             TokenizerError: the chat template does not accept the conversation.
@@ -128,19 +130,19 @@ class LanguageModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Which model decodes, and how it is loaded.
+    """Which model decodes, and how to load it.
 
     Attributes:
-        name: a hub id, a directory, a `.gguf` file, or the default's name; see
+        name: a hub id, a directory, a `.gguf` file, or the name of the default model; see
             `indexer.tokenizer.locate_model`.
         device: torch device, such as "cpu" or "cuda:0".
         precision: dtype of computations; GGUF weights are dequantised to it.
         attention: attention implementation, as named in transformers; see `Attention`.
-        use_chat_template: whether prompts are user messages.
+        use_chat_template: whether prompts are user messages of a chat.
         system: the system message, if not the template's own.
 
     Raises:
-        ContradictoryOptionsError: there is a system message but no chat template for it.
+        ContradictoryOptionsError: there is a system message, but no chat template is used.
     """
 
     name: str
@@ -160,12 +162,12 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """A model with its configuration and tokenizer loaded, but not the weights, which take longest.
+    """A model with configuration and tokenizer, but without the weights, which load longest.
 
     Attributes:
-        options: which model it is.
-        config: its configuration.
-        tokenizer: its tokenizer.
+        options: options that name the model.
+        config: the model's configuration.
+        tokenizer: the model's tokenizer.
         vocabulary: vocabulary of the tokenizer.
     """
 
@@ -178,12 +180,12 @@ class PreparedModel:
     _reading: SharedReading = field(repr=False)
 
     def check_prompt(self, prompt: str) -> None:
-        """Refuse a prompt that the model has no room for.
+        """Refuse a prompt that does not fit into the model.
 
         Raises:
-            InvalidPromptError: it is empty or too long.
+            InvalidPromptError: the prompt is empty or too long.
             TokenizerError: the chat template does not accept the prompt.
-            UnsupportedModelError: the model's limit is unknown.
+            UnsupportedModelError: the model's length limit is unknown.
         """
         from decoder.model.compatibility import position_limit  # noqa: PLC0415  (loads torch)
         from decoder.model.target import check_prompt_length  # noqa: PLC0415  (the same)
@@ -222,7 +224,7 @@ class PreparedModel:
 
 
 def prepare_model(options: ModelOptions) -> PreparedModel:
-    """Load a model's configuration and tokenizer, and log that it is being loaded.
+    """Load a model's configuration and tokenizer, and log that the model is being loaded.
 
     Raises:
         DeviceError: the device does not exist.
@@ -258,7 +260,7 @@ def check_device(name: str) -> None:
     """Refuse a device that cannot compute.
 
     Raises:
-        DeviceError: torch does not know it, or the machine has none.
+        DeviceError: torch does not know the device, or the machine has no such device.
     """
     import torch  # noqa: PLC0415  (takes seconds to import)
 
@@ -282,13 +284,13 @@ def _encode(
 
 @contextmanager
 def _loading(name: str) -> Iterator[None]:
-    """Silence loaders during the block and translate their errors."""
+    """Silence loaders during the block, and translate their errors."""
     try:
         with _quiet():
             yield
     except TokenizerError:
         raise
-    # Each format's loader raises its own errors.
+    # The loader of each format raises its own errors.
     except Exception as error:
         raise ModelLoadError(f"cannot load the model {name!r}: {reason_of(error)}") from error
 
@@ -304,7 +306,7 @@ def _stop_ids(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") ->
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress loaders' progress bars and advice; errors still raise."""
+    """Suppress loaders' progress bars and advice; errors are still raised."""
     from transformers.utils import logging  # noqa: PLC0415  (takes seconds to import)
 
     verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

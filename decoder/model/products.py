@@ -15,18 +15,18 @@ from decoder.model.stamp import parameters_of
 from retriever.kernels.compiling import kernel
 
 LeastWeights = Mapping[torch.dtype, int]
-"""Number of weights of the smallest layer to pack, for each dtype that is packed."""
+"""Number of weights in the smallest layer to pack, for each dtype that is packed."""
 
 LEAST_WEIGHTS: Final[LeastWeights] = {torch.float32: 1 << 16, torch.bfloat16: 1 << 12}
-"""Below this size, the call costs more than the layout saves."""
+"""Default minimum sizes: for smaller layers, the call takes more time than the layout saves."""
 
 _ROWS_HINT: Final = 32
-"""Number of rows to lay weights out for; measurements show that this layout works from one row to
-thousands."""
+"""Number of rows for which weights are laid out; measurements show that this layout works well from
+one row to thousands."""
 
 _LEAST_USES: Final = 16
-"""Products with a changed weight before it is packed again: packing takes as long as 15 to 25
-products save, and a model in training changes all of its weights after every rollout."""
+"""Number of products with a changed weight before it is packed again. Packing takes as long as 15
+to 25 products save, and a model in training changes all of its weights after every rollout."""
 
 linear: Final[Callable[..., torch.Tensor]] = torch._C._nn.linear  # noqa: SLF001  as torch.nn.functional has it
 """torch's own product of rows and weights."""
@@ -36,16 +36,16 @@ class _Entry:
     """The state of a weight.
 
     Attributes:
-        weight: the weight.
-        version: version of its contents when last checked.
-        pointer: address of its contents when last checked.
-        dtype: dtype of its copies; `None` if it cannot be packed.
-        num_unpacked: products without a copy since it changed.
-        packed: its own copy, if any.
+        weight: weak reference to the weight.
+        version: version counter of the weight when last checked.
+        pointer: address of the weight's contents when last checked.
+        dtype: dtype of the packed copies; `None` if the weight cannot be packed.
+        num_unpacked: number of products without a copy since the weight changed.
+        packed: the weight's own packed copy, if any.
         digest: digest of the copied contents.
-        calls: weights that multiplied the same rows in the last pass, this one first.
-        joint: the copy that it shares with them, if any.
-        stays_alone: whether it must not share a copy.
+        calls: weights that multiplied the same rows in the last pass, this weight first.
+        joint: the packed copy that these weights share, if any.
+        stays_alone: whether the weight must not share a copy.
     """
 
     __slots__ = (
@@ -77,7 +77,7 @@ class _Entry:
         return self.version != weight._version or self.pointer != weight.data_ptr()  # noqa: SLF001
 
     def holds(self) -> bool:
-        """Return whether the weight exists and is unchanged since the last check."""
+        """Return whether the weight still exists and is unchanged since the last check."""
         weight = self.weight()
         return weight is not None and not self.has_moved(weight)
 
@@ -88,7 +88,7 @@ class _Entry:
         self.version, self.pointer = weight._version, weight.data_ptr()  # noqa: SLF001
 
     def drop(self) -> None:
-        """Drop its copies; if one is joint, also drop those of its other members."""
+        """Drop the weight's copies; drop a joint copy for all its members."""
         joint, self.joint = self.joint, None
         self.packed = self.digest = None
         if joint is not None:
@@ -97,29 +97,29 @@ class _Entry:
                     member.drop()
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Pack the weight and return the copy, which is used from now on."""
+        """Pack the weight, and return the copy, which is used from now on."""
         own = weight.detach()
         self.digest, self.packed = _digest(own), _laid_out(own)
         return self.packed
 
 
 _Call = tuple["ref[_Entry]", "ref[torch.Tensor] | None"]
-"""A weight and the bias of its product."""
+"""A weight, and the bias of the product with it."""
 
 _Product = tuple[torch.Tensor, torch.Tensor | None]
-"""A result and the bias in it."""
+"""The result of a product, and the bias added in it."""
 
 
 class _Joint:
-    """A joint copy of several weights that multiply the same rows: one product computes all.
+    """A joint packed copy of several weights that multiply the same rows, in one product.
 
-    Synchronizing threads takes about 50 microseconds per product, and a one-row pass of a small
-    model then needs 121 products instead of 211.
+    Synchronizing threads takes about 50 microseconds per product. With joint copies, a one-row pass
+    of a small model needs 121 products instead of 211.
 
     Args:
-        calls: two or more calls.
-        entries: entries of their weights.
-        weights: the weights.
+        calls: weights and biases of two or more products.
+        entries: entries of these weights.
+        weights: the weights themselves.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class _Joint:
 
     @classmethod
     def made_of(cls, calls: tuple[_Call, ...]) -> "_Joint | None":
-        """Return a joint copy of the weights that multiplied the same rows, if possible."""
+        """Return a joint copy of weights that multiplied the same rows, if possible."""
         entries = _there(calls)
         weights = [weight for entry in entries if (weight := entry.weight()) is not None]
         is_ready = all(entry.holds() and entry.num_unpacked == _LEAST_USES for entry in entries)
@@ -157,7 +157,7 @@ class _Joint:
         return self.calls[0][0]() is entry
 
     def products(self, rows: torch.Tensor) -> dict[_Entry, _Product] | None:
-        """Return all products with some rows; `None`, without a copy, if a member changed."""
+        """Return all products with some rows; `None`, without a copy, if a weight changed."""
         entries = _there(self.calls)
         biases = [None if bias is None else bias() for _, bias in self.calls]
         added = [bias for bias in biases if bias is not None]
@@ -176,16 +176,17 @@ def _there(calls: Sequence[_Call]) -> list[_Entry]:
 
 
 class Products:
-    """Copies of weights in oneDNN's own layout, for the `Multiplier` of each pass.
+    """Packed copies of weights in oneDNN's own layout, which the `Multiplier` of each pass uses.
 
-    `torch.nn.functional.linear` lays weights out again in every call, which for a pass of few rows
-    takes as long as multiplying. A copy is found by its weight's identity and used while the
-    weight's version and address are unchanged; any ordinary change modifies one of them. `audit`
-    finds other changes, such as `weight.data.mul_(2)`. For all other weights (quantised, divided
-    over processes, recomputed in each pass, on another device), torch does the product.
+    `torch.nn.functional.linear` lays weights out again in every call. For a pass of few rows, that
+    takes as long as multiplying. A copy is found by its weight's identity, and used while the
+    weight's version and address are unchanged; any ordinary change modifies one of these. `audit`
+    finds other changes, such as `weight.data.mul_(2)`. For weights that cannot be packed
+    (quantised, divided over processes, recomputed in each pass, on another device), torch computes
+    the product.
 
     Args:
-        least: which weights to pack.
+        least: number of weights in the smallest layer to pack, by dtype.
     """
 
     def __init__(self, least: LeastWeights = LEAST_WEIGHTS) -> None:
@@ -202,11 +203,11 @@ class Products:
         return alone + sum(each.num_bytes for each in joint)
 
     def takes(self, model: nn.Module) -> bool:
-        """Return whether at least one weight of a model can be packed."""
+        """Return whether a model has at least one weight that can be packed."""
         return any(map(self._is_packable, parameters_of(model)))
 
     def audit(self) -> bool:
-        """Drop copies of weights that changed undetected; return whether there are any.
+        """Drop copies of weights that changed unnoticed; return whether there were any.
 
         All packed weights are read once, by as many threads as torch uses.
         """
@@ -224,7 +225,7 @@ class Products:
         return bool(changed)
 
     def of(self, weight: torch.Tensor) -> _Entry:
-        """Return the entry of a weight; a new weight gets one."""
+        """Return the entry of a weight; a new weight gets a new entry."""
         key = id(weight)
         entry = self._entries.get(key)
         if entry is not None and entry.weight() is weight:
@@ -255,12 +256,12 @@ class Products:
 
 
 class Multiplier:
-    """Multiplies rows by weights, like `torch.nn.functional.linear`, throughout one pass.
+    """Multiplies rows by weights during one pass, as `torch.nn.functional.linear` does.
 
     Args:
-        products: the copies of the weights.
-        joins: whether weights that multiply the same rows one after another share a copy; allowed
-            only if nothing can write to the rows in between.
+        products: the packed copies of the weights.
+        joins: whether weights that multiply the same rows one after another share a copy. This is
+            allowed only if nothing can overwrite the rows in between.
     """
 
     def __init__(self, products: Products, *, joins: bool) -> None:
@@ -284,7 +285,7 @@ class Multiplier:
             if rows is not self._rows and (product := self._begun(rows, entry, bias)) is not None:
                 return product
             self._calls.append((entry, bias))
-        if entry.joint is not None:  # not used as before
+        if entry.joint is not None:  # not used in the same order as before
             entry.stays_alone = self._joins
             entry.drop()
         if entry.packed is not None:
@@ -295,14 +296,14 @@ class Multiplier:
         return linear(rows, weight, bias)
 
     def _made_with(self, entry: _Entry, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """Return a product that was computed together with an earlier one of the same rows."""
+        """Return a product that was computed together with an earlier product of the same rows."""
         product, added = self._made.pop(entry, (None, None))
         return product if added is bias else None
 
     def _begun(
         self, rows: torch.Tensor, entry: _Entry, bias: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Start with new rows; return their first product if a joint copy computes them all."""
+        """Start with new rows; return their first product if a joint copy computes all."""
         self.end()
         self._rows = rows
         if entry.joint is None and len(entry.calls) > 1 and not entry.stays_alone:
@@ -313,7 +314,7 @@ class Multiplier:
         return self._made_with(entry, bias)
 
     def end(self) -> None:
-        """Record the weights that multiplied the same rows, at the end of these rows."""
+        """Record which weights multiplied the same rows, after the last of these products."""
         for entry in self._made:  # computed but not used
             entry.stays_alone = True
             entry.drop()
@@ -326,7 +327,7 @@ class Multiplier:
 
 
 def _changed(packed: Sequence[tuple[_Entry, torch.Tensor]]) -> list[tuple[_Entry, torch.Tensor]]:
-    """Return the weights that differ from their packed copies."""
+    """Return the entries and weights that differ from their packed copies."""
     return [
         (entry, weight)
         for entry, weight in packed
@@ -371,10 +372,10 @@ def _has_kernels(dtype: torch.dtype) -> bool:
 
 
 _BLOCK: Final = 2048
-"""Words per digest number. A change of a single word always changes the number."""
+"""Number of 64-bit words per digest number. A change of a single word always changes the number."""
 
 _MARKS: Final = np.random.default_rng(1).integers(0, 1 << 63, _BLOCK, np.uint64)
-"""One mark for each place in a block, so that swapped words change the sum."""
+"""One random mark for each place in a block, so that swapped words change the sum."""
 
 
 def _digest(weight: torch.Tensor) -> NDArray[np.uint64]:
@@ -391,17 +392,17 @@ def _digest(weight: torch.Tensor) -> NDArray[np.uint64]:
 def sum_words(
     words: NDArray[np.uint64], marks: NDArray[np.uint64], sums: NDArray[np.uint64]
 ) -> None:
-    """Sum the words of each block, each xored with the mark of its place, at memory bandwidth.
+    """Sum the words of each block, each xored with the mark of its place, at memory speed.
 
     Args:
-        words: uint64[n].
-        marks: uint64[size of a block].
-        sums: uint64[ceil(n / size of a block) or more], written to.
+        words: uint64[n], the contents to sum.
+        marks: uint64[size of a block], a mark for each place in a block.
+        sums: uint64[ceil(n / size of a block) or more], set to the blocks' sums.
     """
     size = len(marks)
     num_whole = len(words) // size
     for block in range(num_whole):
-        part = words[block * size : (block + 1) * size]  # has a known length, for the compiler
+        part = words[block * size : (block + 1) * size]  # the compiler knows its length
         total = np.uint64(0)
         for at in range(size):
             total += part[at] ^ marks[at]

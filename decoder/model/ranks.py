@@ -1,12 +1,12 @@
-"""Processes that share the passes of one model: the first drives and the others serve.
+"""Processes that share the passes of one model: the first process decodes, the others follow.
 
-If a model's weights are divided over processes, each pass involves all of them, and all must read
-the same input. Drafts, their budgets, drawn tokens and the ends of sequences depend on clocks, on
+If a model's weights are divided over processes, all processes take part in each pass, and all must
+read the same input. Drafts, budgets, sampled tokens and the ends of sequences depend on clocks, on
 the drafter's history and on random numbers, which differ between processes. So only one process
-runs the decoding loop. It sends its calls of its target to the others, which make the same calls of
-theirs; they get the output of a sequence when it is over.
+runs the decoding loop. It sends each call of its target to the other processes, which make the same
+call of their targets. When a sequence is over, the others get its output.
 
-A call that uses no weights is sent with the next pass, so a step sends one message.
+Calls that use no weights are sent with the next pass, so each step sends one message.
 """
 
 import pickle
@@ -36,15 +36,15 @@ from retriever.drafter import TokenIds
 
 _FRAME: Final = 16_384
 """Bytes of a message that is sent in one broadcast: a step of eight sequences with trees of 64
-nodes takes 11 kB. A second broadcast would take as long as the first; over gloo 64 kB take as long
+nodes takes 11 kB. A second broadcast would take as long as the first. Over gloo, 64 kB take as long
 as 4 kB."""
 
 _SILENCE: Final = timedelta(days=1)
-"""How long a process waits for the first one, which may itself wait for its user. The end of a
-process is noticed immediately."""
+"""Time that a process waits for the first process, which may itself wait for its user. If a process
+ends, that is noticed immediately."""
 
 _LAZY: Final = frozenset(("renew", "reset", "resume", "forget", "rewind", "commit_all", "drop"))
-"""Calls that need no other process: they are sent with the next pass."""
+"""Calls that need no other process, so they are sent with the next pass."""
 
 _R = TypeVar("_R")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -54,8 +54,8 @@ class SharedSequence(Protocol):
     """A sequence to decode: `decoder.loop.Generation`.
 
     Attributes:
-        error: the error that ended it early.
-        is_over: whether it has ended.
+        error: the error that ended the sequence early.
+        is_over: whether the sequence has ended.
         statistics: counts and times, `decoder.observation.Statistics`.
     """
 
@@ -65,16 +65,16 @@ class SharedSequence(Protocol):
 
     @property
     def tokens(self) -> TokenIds:
-        """int32[n], the committed tokens, prompt included."""
+        """Return int32[n], the committed tokens, prompt included."""
         ...
 
     @property
     def is_wanted(self) -> bool:
-        """Whether another token is wanted."""
+        """Whether the sequence continues with another token."""
         ...
 
     def take(self, tokens: list[int], statistics: Any, error: str | None) -> None:
-        """Take over the output that another process decoded."""
+        """Adopt the output that another process decoded."""
         ...
 
 
@@ -83,7 +83,7 @@ _Steps = Iterator[tuple[_S, list[int]]]
 
 
 class _Output(NamedTuple):
-    """The first process's output of a sequence; the tokens include the prompt."""
+    """The first process's output for a sequence; its tokens include the prompt."""
 
     tokens: TokenIds
     statistics: Any
@@ -97,16 +97,16 @@ class _Output(NamedTuple):
 
 
 class Broadcast:
-    """Carries messages from the first process of a group to all others, in order.
+    """Carries messages from the first process of a group to all other processes, in order.
 
-    Messages are pickled, and unpickling can run code. That is safe because the processes are one
-    program, and anything that could write to their group already takes part in its passes.
+    Messages are pickled, and unpickling can run code. That is safe, because the processes are one
+    program, and whoever can write to their group already takes part in its passes.
 
     Args:
-        group: group of the processes that share a model; its tensors are on the CPU.
+        group: the process group that shares a model; its tensors are on the CPU.
 
     Raises:
-        SharedPassError: raised by its methods if another process has ended.
+        SharedPassError: another process has ended; the methods raise this error.
     """
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
@@ -115,14 +115,14 @@ class Broadcast:
         self.is_first = distributed.get_rank(group) == 0
 
     def send(self, message: object) -> None:
-        """Send a message to all others, in one frame, or in a second one if it is longer."""
+        """Send a message to all other processes, in one frame, or two if the message is longer."""
         content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         if len(content) > _FRAME:
             self._broadcast(_FRAME, pickle.dumps(len(content)))
         self._broadcast(max(len(content), _FRAME), content)
 
     def receive(self) -> Any:
-        """Wait for the next message of the first process; a bare number announces a long one."""
+        """Wait for the first process's next message; a bare number announces a long message."""
         message = pickle.loads(self._broadcast(_FRAME))  # noqa: S301  see the class
         if isinstance(message, int):
             message = pickle.loads(self._broadcast(message))  # noqa: S301
@@ -141,14 +141,14 @@ class Broadcast:
 
 
 class Ranks:
-    """The group of processes that share a model, from the view of one of them.
+    """The group of processes that share a model, as one of these processes sees it.
 
-    While the first one drives, every call of its target is sent to the others, which make the same
-    call of theirs in `serve`. Otherwise a target's methods run in each process as they are called,
-    and all processes must make the same calls, for example when a target is created.
+    While the first process decodes, it sends every call of its target to the others, which make the
+    same call of their targets in `serve`. At other times a target's methods run only in the process
+    that calls them. Then all processes must make the same calls, for example to create a target.
 
     Args:
-        channel: channel to the others, or from the first.
+        channel: channel to the other processes, or from the first process.
     """
 
     def __init__(self, channel: Broadcast) -> None:
@@ -160,18 +160,18 @@ class Ranks:
 
     @property
     def _is_driving(self) -> bool:
-        """Whether calls of the target are currently sent to the others."""
+        """Whether calls of the target are currently sent to the other processes."""
         return self._is_first and self._is_busy and not self._is_inside
 
     def decided(self, decide: Callable[[], _R], target: object) -> _R:
-        """Return the first process's result in every process; all must call this.
+        """Return the first process's result in every process; all processes must call this.
 
         Args:
-            decide: called only by the first process; it may run passes of its target.
-            target: the target; the others' targets do the same passes.
+            decide: function that only the first process calls; it may run passes of the target.
+            target: the process's target; the targets of all processes run the same passes.
 
         Raises:
-            SharedPassError: in another process, if the first one failed.
+            SharedPassError: in the other processes, if the first process failed.
         """
         if self._is_driving:
             return decide()
@@ -188,19 +188,20 @@ class Ranks:
     def steps(
         self, decoded: Callable[[Iterator[_S]], _Steps[_S]], waiting: Iterator[_S], target: object
     ) -> _Steps[_S]:
-        """Decode in the first process; in the others, yield each output when it is complete.
+        """Decode in the first process; in the other processes, yield each complete output.
 
         Args:
-            decoded: decodes sequences; called only by the first process.
+            decoded: function that decodes sequences; only the first process calls it.
             waiting: the sequences, the same in every process.
-            target: the target that decodes them.
+            target: the process's target.
 
         Yields:
-            In the first process the results of `decoded`; in the others all tokens of a sequence at
-            once, in the order of `waiting`.
+            In the first process, the results of `decoded`. In the other processes, all tokens of
+            each sequence at once, in the order of `waiting`.
 
         Raises:
-            SharedPassError: in another process, if prompts differ or the first one left early.
+            SharedPassError: in the other processes, if prompts differ or the first process left
+                early.
         """
         return self._driven(decoded, waiting) if self._is_first else self._served(waiting, target)
 
@@ -220,7 +221,7 @@ class Ranks:
                 with closing(steps):
                     for latest, tokens in steps:
                         yield latest, tokens
-                        # The latest may still fail in its observer.
+                        # The latest sequence may still fail in its observer.
                         while begun and begun[0].is_over and begun[0] is not latest:
                             self._found.append(_Output.of(begun.popleft()))
             finally:
@@ -247,10 +248,10 @@ class Ranks:
             raise SharedPassError("the first of the processes left before the end")
 
     def serve(self, target: object) -> Iterator[Any]:
-        """Make the first process's calls until it is done; yield its results.
+        """Repeat the first process's calls until it is done; yield its results.
 
         Raises:
-            SharedPassError: memory runs out in a pass.
+            SharedPassError: memory ran out in a pass.
         """
         is_last = False
         with self._busy():
@@ -264,7 +265,7 @@ class Ranks:
     def run(
         self, method: Callable[..., Any], target: object, args: Any, options: dict[str, Any]
     ) -> Any:
-        """Run a method of the target; if this process drives, the others also run it."""
+        """Run a method of the target; if this process decodes, the others run it too."""
         if not self._is_driving:
             return method(target, *args, **options)
         self._calls.append((method.__name__, args, options))
@@ -276,7 +277,7 @@ class Ranks:
 
     @contextmanager
     def _driving(self) -> Iterator[None]:
-        """Send all calls of this target during the block to the others."""
+        """During the block, send all calls of this target to the other processes."""
         with self._busy():
             try:
                 yield
@@ -291,11 +292,11 @@ class Ranks:
 
     @contextmanager
     def _busy(self) -> Iterator[None]:
-        """Serve one caller at a time.
+        """Allow only one caller at a time.
 
         Raises:
-            SharedPassError: a pass failed before.
-            DecoderBusyError: another caller is served.
+            SharedPassError: an earlier pass failed.
+            DecoderBusyError: another caller is using the group.
         """
         if self._is_broken:
             raise SharedPassError(
@@ -313,7 +314,7 @@ class Ranks:
 
     @contextmanager
     def _inside(self, *, others_wait: bool) -> Iterator[None]:
-        """Run a shared call; if it fails while the others wait in it, the group is broken.
+        """Run a shared call; if it fails while the other processes wait in it, the group is broken.
 
         Raises:
             SharedPassError: memory ran out.
@@ -335,13 +336,13 @@ class Ranks:
 
 
 class _Led(Protocol):
-    """A target, or a stand-in for one."""
+    """A target, or an object used like a target."""
 
     ranks: Ranks | None
 
 
 def led(method: _Method) -> _Method:
-    """Decorate a target's method so that the other processes also run it if the first drives."""
+    """Decorate a target's method, so that the other processes also run it."""
 
     @wraps(method)
     def run(target: _Led, /, *args: Any, **options: Any) -> Any:
@@ -356,12 +357,12 @@ _known: Final[WeakKeyDictionary[PreTrainedModel, Ranks]] = WeakKeyDictionary()
 
 
 def ranks_of(model: PreTrainedModel) -> Ranks | None:
-    """Return the processes that share a model's passes; `None` if it is in one process.
+    """Return the group of processes that share a model; `None` if the model is in one process.
 
     All processes must call this.
 
     Raises:
-        UnsupportedModelError: the weights are divided in a way other than by `tp_plan`.
+        UnsupportedModelError: the weights are divided in another way than by `tp_plan`.
     """
     if not is_shared(model):
         return None
@@ -381,7 +382,7 @@ def ranks_of(model: PreTrainedModel) -> Ranks | None:
 
 def is_shared(model: PreTrainedModel) -> bool:
     """Return whether a model's weights are divided over processes."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # if it is not loaded, nothing is divided
+    tensors = sys.modules.get("torch.distributed.tensor")  # without this module, nothing is divided
     divided: tuple[type, ...] = () if tensors is None else (tensors.DTensor,)
     weights = parameters_of(model)
     return any(isinstance(each, divided) or hasattr(each, "ds_id") for each in weights)
@@ -392,7 +393,7 @@ def refuse_shared(model: PreTrainedModel, use: str) -> None:
 
     Args:
         model: the model to check.
-        use: start of a sentence that says what it was to be used for.
+        use: start of the error message, which says what the model was to be used for.
 
     Raises:
         UnsupportedModelError: the weights are divided.
@@ -405,10 +406,10 @@ def refuse_shared(model: PreTrainedModel, use: str) -> None:
 
 
 def _check_division(model: PreTrainedModel) -> None:
-    """Refuse anything except plain tensor parallelism by transformers, because it is untested.
+    """Refuse all but transformers' plain tensor parallelism, because nothing else was tested.
 
     Raises:
-        UnsupportedModelError: the message names what to leave out.
+        UnsupportedModelError: the message says what to leave out.
     """
     config = getattr(model.config, "distributed_config", None)
     if config is None or config.tp_size < 2:  # noqa: PLR2004  one process divides nothing

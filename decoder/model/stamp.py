@@ -1,4 +1,4 @@
-"""The structure of a model at a moment: what was found out about it holds until that changes."""
+"""Detects changes of a model: of its structure, its weights and its settings."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -23,10 +23,10 @@ _MOST_LOOKS: Final = 100
 
 
 def undisturbed(look: Callable[[], _Found]) -> _Found:
-    """Return the result of a look at a model's modules, retried if another thread changes them.
+    """Return the result of reading a model's modules, retried if another thread changes them.
 
     Raises:
-        RuntimeError: the look raised it a hundred times.
+        RuntimeError: reading failed with this error a hundred times.
     """
     for _ in range(_MOST_LOOKS - 1):
         with suppress(RuntimeError):  # a table changed during iteration
@@ -40,23 +40,24 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
-    """Return a model's weights, even while another thread changes its modules."""
+    """Return a model's weights, even while another thread changes the modules."""
     return undisturbed(lambda: list(model.parameters()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Structure:
-    """The modules, hooks, own `forward`s, modes, configuration and shapes of a model.
+    """The modules, hooks, replaced `forward` methods, modes, configuration and shapes of a model.
 
-    Two are equal if all of these are identical; values of weights do not count. They determine what
-    a model can verify, what its passes cost and the buffers of its cache.
+    Two structures are equal if all of these are identical; values of weights do not count. The
+    structure determines what a model can verify, what its passes cost, and the buffers of its
+    cache.
 
     Attributes:
-        stated: ids and names that are compared.
+        stated: the ids and names that are compared.
         placed: dtypes and devices of the weights, and the size of the vocabulary.
-        met: references to the modules and weights behind these ids, because the id of a deleted
+        met: references to the modules and weights with these ids, because the id of a deleted
             object may be reused.
-        kept: functions whose ids are among them, kept alive.
+        kept: functions whose ids are compared; these references keep them alive.
     """
 
     stated: tuple[Any, ...]
@@ -96,7 +97,7 @@ class Structure:
         return cls(tuple(stated), placed, tuple(met), tuple(kept))
 
     def is_of(self, other: "Structure") -> bool:
-        """Return whether nothing changed since an earlier moment."""
+        """Return whether nothing changed since an earlier structure was recorded."""
         return self.stated == other.stated and all(each() is not None for each in other.met)
 
 
@@ -119,9 +120,9 @@ _HOOKS_OF_ALL: Final = (
 
 
 def looked_up() -> list[Any]:
-    """Return the functions that models look up in transformers' tables, without our stand-ins.
+    """Return the functions that models look up in transformers' tables.
 
-    A stand-in counts as the function that it replaces.
+    If this package replaced a function, the original function is returned.
     """
     found = (ALL_ATTENTION_FUNCTIONS["sdpa"], *map(ALL_MASK_ATTENTION_FUNCTIONS.get, _MASKED))
     return [getattr(each, "stands_in_for", each) for each in found]
@@ -135,7 +136,7 @@ def _kinds(modules: Iterable[nn.Module]) -> list[type[nn.Module]]:
 
 
 def _shared_code(kinds: Iterable[type[nn.Module]]) -> list[Any]:
-    """Return the code that models share: of module types, of global hooks and of tables."""
+    """Return the code that models share: `forward` of module types, global hooks, and tables."""
     return [*(kind.forward for kind in kinds), *hooks_of_all(), *looked_up()]
 
 
@@ -145,7 +146,7 @@ def _configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
 
 
 def _holders(modules: Iterable[nn.Module]) -> list[dict[str, torch.Tensor | None]]:
-    """Return the non-empty tables of parameters and buffers."""
+    """Return the modules' non-empty tables of parameters and buffers."""
     tables = (vars(module)[name] for module in modules for name in ("_parameters", "_buffers"))
     return [each for each in tables if each]
 
@@ -158,14 +159,14 @@ _address: Final = methodcaller("data_ptr")
 
 
 def version_of(weight: torch.Tensor) -> int:
-    """Return a number that increases with in-place changes; 0 for inference tensors."""
+    """Return a number that grows with in-place changes; 0 for inference tensors."""
     return 0 if weight.is_inference() else weight._version  # noqa: SLF001  torch documents it
 
 
 def _look_at_weights(
     holders: Iterable[dict[str, torch.Tensor | None]],
 ) -> tuple[list[int], list[int], list[int]]:
-    """Return ids, versions and addresses of the tensors in some tables."""
+    """Return the ids, versions and addresses of the tensors in some tables."""
     weights = _held(holders)
     try:
         versions = [*map(attrgetter("_version"), weights)]  # avoids a Python call per weight
@@ -181,7 +182,7 @@ class _Settings:
     """The plain values in modules and configurations, apart from weights and modules.
 
     Args:
-        modules: modules of a model.
+        modules: the modules of a model.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -193,7 +194,7 @@ class _Settings:
         self._before = self._values()
 
     def are_others(self) -> bool:
-        """Return whether any value is a different object than at the last call."""
+        """Return whether any value is another object than in the last call."""
         before, self._before = self._before, self._values()
         return len(before) != len(self._before) or not all(map(is_, before, self._before))
 
@@ -207,7 +208,7 @@ class _Settings:
 def _reader(
     variables: dict[str, Any], *, leaves_private: bool
 ) -> tuple[Callable[[Any], Any], dict[str, Any]] | None:
-    """Return a reader of the plain values among an object's variables."""
+    """Return a function that reads the plain values among an object's variables, and these."""
     names = [
         name
         for name, value in variables.items()
@@ -222,30 +223,30 @@ _said: Final[list[None]] = []
 
 
 def num_said() -> int:
-    """Return how often `model_changed` was called."""
+    """Return the number of calls of `model_changed`."""
     return len(_said)
 
 
 def weights_of(model: nn.Module) -> tuple[list[int], list[int], list[int]]:
-    """Return ids, versions and addresses of weights and buffers; most changes show in these."""
+    """Return the ids, versions and addresses of weights and buffers; most changes alter these."""
     return undisturbed(lambda: _look_at_weights(_holders(model.modules())))
 
 
 def model_changed() -> None:
-    """Report an undetectable change of a model in the middle of a generation.
+    """Report a change of a model, in the middle of a generation, that cannot be detected.
 
-    Changes through modules, hooks, `load_state_dict`, optimizers or in-place operations on
-    parameters are detected by the next pass anyway, and any other change at the start of the next
-    generation. Only writes to `weight.data` or to an array that shares the weight's memory, by a
-    callback during a generation, need this call to take effect immediately.
+    The next pass detects changes through modules, hooks, `load_state_dict`, optimizers or in-place
+    operations on parameters. The next generation detects any other change when it starts. Only if a
+    callback writes to `weight.data`, or to an array that shares the weight's memory, during a
+    generation, is this call needed for the change to take effect immediately.
     """
     _said.append(None)
 
 
 class ModelWatch:
-    """Detects whether a model has changed since the last check, in a tenth of a millisecond.
+    """Detects whether a model has changed since the last check; a check takes 0.1 ms.
 
-    It holds references to the modules, so drop it at the end of a generation.
+    The watch holds references to the modules, so drop it at the end of a generation.
 
     Args:
         model: the model to watch.
@@ -267,7 +268,7 @@ class ModelWatch:
         self._weighed = _look_at_weights(self._holders)
 
     def has_other_modules(self) -> bool:
-        """Return whether modules, hooks or other code was exchanged since the last call."""
+        """Return whether modules, hooks or other code were replaced since the last call."""
         before, self._made_of = self._made_of, self._look_at_modules()
         return before != self._made_of
 
@@ -277,7 +278,7 @@ class ModelWatch:
         return before != self._weighed
 
     def has_other_settings(self) -> bool:
-        """Return whether a plain value of a module or configuration has changed."""
+        """Return whether a plain value of a module or configuration changed since the last call."""
         return self._settings.are_others()
 
     def _look_at_modules(self) -> tuple[list[int], int, list[Any]]:
@@ -288,10 +289,10 @@ class ModelWatch:
 
 
 class Recorded:
-    """The parts of a model that captured passes have fixed.
+    """The parts of a model that are fixed in captured passes.
 
-    Captured passes read weights at their old addresses and use the plain values and code of the
-    time of capture; values of weights are read at each pass.
+    Captured passes read weights at the addresses of the time of capture, and use the plain values
+    and code of that time. They read the values of weights in each pass.
 
     Args:
         model: the model whose passes are captured from now on.
@@ -317,27 +318,28 @@ class Recorded:
         return [*map(_address, _held(self._holders))]
 
     def _look_at_code(self) -> list[Any]:
-        """Return the code of all module types and the precision modes."""
+        """Return the code of all module types, and the precision modes."""
         modes = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
         return [*_shared_code(self._kinds), *modes, torch.get_float32_matmul_precision()]
 
 
 _SAMPLE: Final = 32
-"""Weights sampled from each parameter: any training changes most of them, and reading them takes
-milliseconds."""
+"""Number of values sampled from each parameter: any training changes most values, and reading the
+samples takes milliseconds."""
 
 _UNSPECIFIC: Final = ("_name_or_path", "name_or_path", "transformers_version", "use_cache")
 
 
 def fingerprint_of(model: PreTrainedModel, vocabulary_fingerprint: str) -> str:
-    """Return a fingerprint of a model in its current state, 64 hexadecimal digits.
+    """Return a fingerprint of a model's current state, 64 hexadecimal digits.
 
-    It covers the architecture, the configuration, the dtype, the names and shapes of the
-    parameters, a sample of each, and the tokenizer; not the origin or the device of the model.
+    The fingerprint covers the architecture, the configuration, the dtype, the names and shapes of
+    the parameters, a sample of each parameter, and the tokenizer, but not the model's origin or
+    device.
 
     Args:
-        model: a model with its weights in memory; weights elsewhere count only by shape.
-        vocabulary_fingerprint: fingerprint of its tokenizer.
+        model: a model with its weights in memory; of weights elsewhere only the shapes count.
+        vocabulary_fingerprint: fingerprint of the model's tokenizer.
     """
     digest = sha256(type(model).__name__.encode())
     config = {k: v for k, v in model.config.to_dict().items() if k not in _UNSPECIFIC}
@@ -351,7 +353,7 @@ def fingerprint_of(model: PreTrainedModel, vocabulary_fingerprint: str) -> str:
 
 
 def _sample(weights: torch.Tensor) -> bytes:
-    """Return evenly spaced values as bytes."""
+    """Return evenly spaced values of a tensor as bytes."""
     flat = weights.reshape(-1)
     values = flat[:: max(1, len(flat) // _SAMPLE)][:_SAMPLE]
     sampled: bytes = values.to(torch.float64).cpu().numpy().tobytes()

@@ -1,7 +1,8 @@
-"""The target's hidden states between layers, kept for drafters that learn from them.
+"""Records the target's hidden states between layers, for drafters that need them.
 
-States are numbered: `k` is the input of layer `k`, `num_layers` the output of the last layer, and
-`FINAL` the input of the head, after the last norm. Published heads use the same numbers.
+States are numbered: state `k` is the input of layer `k`, state `num_layers` is the output of the
+last layer, and `FINAL` is the input of the output layer, after the last norm. Published speculators
+use the same numbers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,18 +21,18 @@ FINAL: Final = -1
 """Number of the state after the last norm."""
 
 States = Mapping[int, torch.Tensor]
-"""State number to rows, [rows, hidden size], one row for each token of a pass."""
+"""Hidden states by number, each [rows, hidden size], with a row for each token of a pass."""
 
 
 class StateTap:
-    """Keeps the hidden states between a model's layers in passes with `listening`.
+    """Records the hidden states between a model's layers, in passes within `listening`.
 
     Args:
         model: the model.
-        numbers: numbers of the states to keep.
+        numbers: numbers of the states to record.
 
     Raises:
-        UnsupportedModelError: the model's layers cannot be found, or it has no such state.
+        UnsupportedModelError: the model's layers cannot be found, or the model has no such state.
     """
 
     def __init__(self, model: PreTrainedModel, numbers: Iterable[int]) -> None:
@@ -46,14 +47,14 @@ class StateTap:
                 )
 
     def taken(self) -> States:
-        """Return the states of the last pass: [rows, hidden size] each, on the model's device."""
+        """Return the last pass's states, each [rows, hidden size], on the model's device."""
         return {number: state[0] for number, state in self._latest.items()}
 
     @contextmanager
     def listening(self, model: PreTrainedModel) -> Iterator[None]:
-        """Keep the states of passes that this thread runs during the block.
+        """Record the states of passes that this thread runs during the block.
 
-        The hooks run after the model's own and are removed afterwards.
+        The hooks run after the model's own hooks, and are removed at the end.
         """
         with ExitStack() as hooks:
             for number in self._numbers:
@@ -80,7 +81,7 @@ def num_states(model: PreTrainedModel) -> int:
     """Return the number of a model's layers, which is the highest state number.
 
     Raises:
-        UnsupportedModelError: its layers cannot be found.
+        UnsupportedModelError: the model's layers cannot be found.
     """
     return len(_layers_and_norm(model)[0])
 

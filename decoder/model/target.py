@@ -1,4 +1,4 @@
-"""The target model: it verifies a draft tree in one forward pass."""
+"""The target model, which verifies a draft tree in one forward pass."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -76,7 +76,7 @@ _NO_TOKENS: Final = np.empty(0, np.int32)
 
 @contextmanager
 def within_memory(num_tokens: int) -> Iterator[None]:
-    """Translate out-of-memory errors during the block, adding the context length.
+    """Translate out-of-memory errors during the block, and add the context length.
 
     Raises:
         OutOfMemoryError: an allocation failed.
@@ -95,7 +95,8 @@ def prompt_tokens(prompt: Sequence[int] | TokenIds) -> NDArray[np.int64]:
     """Return a prompt's token ids as int64[n].
 
     Raises:
-        InvalidPromptError: it is text, is not one row, or holds values that are not integers.
+        InvalidPromptError: the prompt is text, is not one row, or holds values that are not
+            integers.
     """
     if isinstance(prompt, str | bytes):
         raise InvalidPromptError("the prompt is text: give its token ids, as a tokenizer does")
@@ -116,11 +117,11 @@ def check_prompt_length(num_tokens: int, max_length: int | None) -> None:
     """Refuse prompts that the model cannot continue.
 
     Args:
-        num_tokens: tokens of the prompt.
+        num_tokens: number of prompt tokens.
         max_length: most tokens of a sequence; `None` for no limit.
 
     Raises:
-        InvalidPromptError: it is empty, or leaves no room below the limit.
+        InvalidPromptError: the prompt is empty, or reaches the limit.
     """
     if num_tokens == 0:
         raise InvalidPromptError("the prompt is empty: give at least one token")
@@ -132,46 +133,48 @@ def check_prompt_length(num_tokens: int, max_length: int | None) -> None:
 
 
 class Target:
-    """A causal language model with a cache of places, one for each sequence.
+    """A causal language model with a cache that has a place for each sequence.
 
-    Passes run the model's own modules, with their hooks, adapters and modes, in their state at that
-    pass. During passes grouped-query attention runs without repeated keys, and on a CPU linear
+    Each pass runs the model's own modules, with their hooks, adapters and modes, in their current
+    state. During passes, grouped-query attention runs without repeated keys. On a CPU, linear
     layers use packed copies of weights, each while its weight is unchanged. `renew` adapts to
-    changes of the model, at the start of a generation.
+    changes of the model at the start of a generation.
 
-    On CUDA, passes that verify a draft are captured as graphs, one for each of a few shapes.
+    On CUDA, passes that verify a draft are captured as CUDA graphs, one for each of a few shapes.
 
     Args:
-        model: a decoder-only model of transformers.
-        pack: whether to pack weights on a CPU, or of which layers; they take `packed_bytes`.
-        capture: how passes of fixed shapes are captured; `None` for CUDA graphs on CUDA and no
-            capturing elsewhere.
-        states: numbers of the hidden states to keep from every pass, see `decoder.model.states`;
-            with none there is no overhead.
-        prefix_bytes: memory for keys and values of finished sequences, in addition to those still
-            in their places; 0 for none.
-        reuse_prefixes: whether a generation may reuse keys and values of an earlier one, if no
-            change of the model was detected since. Not all changes are detectable (for example the
-            internal state of your own hooks or layers), so set this only if the model is changed in
-            ordinary ways.
-        verdicts: store of verdicts on what models verify, by default in memory while the model
-            exists; `None` to trust its configuration without a check.
+        model: a decoder-only transformers model.
+        pack: whether to pack weights on a CPU, or the least size of layers to pack; the copies take
+            `packed_bytes`.
+        capture: function that returns a `Capture` for passes of fixed shapes; `None` for CUDA
+            graphs on CUDA, and no capturing elsewhere.
+        states: numbers of the hidden states to record in every pass, see `decoder.model.states`;
+            without any there is no overhead.
+        prefix_bytes: bytes of memory for keys and values of finished sequences, in addition to
+            those still in places; 0 for none.
+        reuse_prefixes: whether a generation may reuse keys and values of an earlier generation, if
+            no change of the model was detected since. Not all changes can be detected (for example
+            in the internal state of your own hooks or layers), so set this only if the model is
+            changed in ordinary ways.
+        verdicts: store of verdicts on what models verify; by default in memory, while the model
+            exists. `None` to trust the model's configuration without a check.
 
     Attributes:
-        states: hidden states of the last pass, by number: [rows, hidden size], a row for every
+        states: hidden states of the last pass by number, each [rows, hidden size], a row for every
             token that the pass read.
-        capability: which drafts the model can verify; logged once if not trees.
-        reason: why not trees; empty if trees.
-        max_nodes: most nodes of a draft that it verifies; halved if memory runs out.
-        vocabulary_size: token ids below it can be fed to the model.
-        max_length: most tokens of a sequence; `None` if the model states no limit; see
+        capability: which drafts the model can verify; if it cannot verify trees, this is logged
+            once.
+        reason: why the model cannot verify trees; empty if it can.
+        max_nodes: most nodes of a draft to verify; halved if memory runs out.
+        vocabulary_size: number of token embeddings; the model accepts token ids below it.
+        max_length: most tokens of a sequence; `None` if the model's config sets no limit; see
             `decoder.model.compatibility.position_limit`.
-        ranks: processes that share the model's passes; `None` if it is in one process.
+        ranks: the group of processes that share the model; `None` if the model is in one process.
 
     Raises:
         UncroppableCacheError: the model is not decoder-only.
-        UnsupportedModelError: the model cannot be decoded here for another reason, or a check
-            showed that its logits are not those of `model.generate`.
+        UnsupportedModelError: the target cannot run the model for another reason, or a check showed
+            that its logits differ from those of `model.generate`.
     """
 
     def __init__(  # noqa: PLR0913  all but the first are options
@@ -201,7 +204,7 @@ class Target:
         self._settle()
 
     def _settle(self) -> None:
-        """Find out what the model can verify in its current structure.
+        """Find out what the model can verify with its current structure.
 
         Raises: see the class.
         """
@@ -222,7 +225,7 @@ class Target:
         tell_once(model, self.capability, self.reason)
 
     def _begin(self, compatibility: Compatibility) -> None:
-        """Set up passes for the drafts that a model can verify."""
+        """Set up passes for the drafts that the model can verify."""
         self.capability, self.reason = compatibility.capability, compatibility.reason
         self._windows = dict(compatibility.layers or ())
         window = common_window(self._windows)
@@ -232,14 +235,14 @@ class Target:
 
     @led
     def renew(self) -> bool:
-        """Adapt to the current state of the model, before a generation.
+        """Adapt to the model's current state before a generation.
 
-        Packed weights that changed undetected are dropped. If modules, hooks, modes, the
+        Copies of weights that changed unnoticed are dropped. If modules, hooks, modes, the
         configuration or shapes changed, the model's capability is determined again.
 
         Returns:
-            Whether the target was set up again and may have other limits, costs, vocabulary or
-            capability.
+            Whether the target was set up again, so that limits, costs, vocabulary and capability
+            may differ.
 
         Raises: see the class.
         """
@@ -258,26 +261,26 @@ class Target:
         return is_other
 
     def release(self) -> None:
-        """Release the references to the model's modules that a generation holds."""
+        """Release the references to the model's modules that are held during a generation."""
         self._watch = None
 
     def has_changed(self) -> bool:
-        """Return whether the model changed since the last pass, through callbacks.
+        """Return whether callbacks changed the model since the last pass.
 
-        Then the pass's results after the last decided token are outdated.
+        If so, the pass's results after the last chosen token are outdated.
         """
         if self._watch is None:
             return False
         self._is_remade |= self._watch.has_other_modules()
-        self._is_remade |= self._watch.has_other_weights()  # for example of another dtype
+        self._is_remade |= self._watch.has_other_weights()  # for example with another dtype
         is_other = self._watch.has_other_settings() or self._is_remade
         return is_other or self._num_said != num_said()
 
     def _is_another_model(self) -> bool:
-        """Return whether the model changed within a generation; if so, adapt to it.
+        """Return whether the model changed within a generation; if it did, adapt to the change.
 
         Raises:
-            ModelChangedError: the generation cannot continue with what was read so far.
+            ModelChangedError: the keys and values so far cannot be used with the changed model.
         """
         if self._watch is not None and (self._is_remade or self._watch.has_other_modules()):
             self._is_remade = False
@@ -291,10 +294,10 @@ class Target:
         return True
 
     def _remake(self, now: Structure) -> None:
-        """Continue with changed modules, if they verify as much as before.
+        """Continue with changed modules if these verify as much as before.
 
         Raises:
-            ModelChangedError: they do not, or their dtype or device is different.
+            ModelChangedError: the modules verify less, or their dtype or device is different.
         """
         before, self._structure = self._structure, now
         if before.placed != now.placed:
@@ -322,7 +325,7 @@ class Target:
         self._captured = None if masking is None else self._made_captured(masking)
 
     def _renew_cache(self, compatibility: Compatibility) -> None:
-        """Start with an empty cache without allocated memory."""
+        """Start with an empty cache that has no allocated memory."""
         self._places = _Places(partial(_passes, self._user, compatibility))
         self._packed = self._places.packed(self._user, self._windows)
         masking = Masking.DENSE if self._packed is None else Masking.SPLIT
@@ -335,7 +338,7 @@ class Target:
         self._is_packing_checked = False
 
     def _made_captured(self, masking: Masking) -> CapturedPasses | None:
-        """Return passes of fixed shapes; `None` if passes are not captured."""
+        """Return captured passes of fixed shapes; `None` if passes are not captured."""
         capture, cache = self._capture or capture_on(self.device), self._places.cache
         if capture is None or cache is None or is_spread(self._model):
             return None
@@ -348,14 +351,14 @@ class Target:
         """Reduce the capability to what the model was found to verify.
 
         Raises:
-            UnsupportedModelError: not even plain passes match the model.
+            UnsupportedModelError: not even plain passes give the model's logits.
         """
         verdict = self._agreed(verdicts.verdict_on(model))
         if verdict is None:
             verdict = self._agreed(self._found(model, promised))
             if verdict is None:
                 return
-            if self._is_as_it_was(model):  # otherwise the model changed during the check
+            if self._is_as_it_was(model):  # else the model changed during the check
                 verdicts.keep_verdict(model, verdict)
         if verdict.capability is None:
             raise UnsupportedModelError(
@@ -371,12 +374,12 @@ class Target:
         return Structure.of(model).is_of(self._structure) and weights_of(model) == self._weights
 
     def _agreed(self, verdict: ModelVerdict | None) -> ModelVerdict | None:
-        """Return the verdict of the first of the processes that share the model."""
+        """Return the verdict; if processes share the model, that of the first process."""
         return verdict if self.ranks is None else self.ranks.decided(lambda: verdict, self)
 
     @torch.no_grad()
     def _found(self, model: PreTrainedModel, promised: Compatibility) -> ModelVerdict | None:
-        """Return the verdict from test passes; `None` if there is nothing to compare with."""
+        """Return the verdict from test passes; `None` if the model cannot be checked."""
 
         def made(capability: Capability) -> "Target":
             if capability is not self.capability:
@@ -400,38 +403,38 @@ class Target:
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of the packed weights, in addition to the model's own."""
+        """Bytes of the packed weights, in addition to the model's own weights."""
         return self._user.packed_bytes
 
     @property
     def packs_weights(self) -> bool:
-        """Whether passes use packed weights, once these exist."""
+        """Whether passes use packed weights as soon as these exist."""
         return self._user.packs
 
     @property
     def pads_passes(self) -> bool:
-        """Whether passes are captured: they cost as much as the next power of two of rows.
+        """Whether passes are captured, and so padded to the next power of two of rows.
 
-        They also choose tokens after their rows, by the selection of a reading.
+        Captured passes also sample tokens after their rows if a reading has a selection.
         """
         return self._captured is not None and self._captured.is_padding
 
     @property
     def most_rows(self) -> int | None:
-        """Rows of the widest captured pass; `None` if passes are not captured."""
+        """Number of rows of the widest captured pass; `None` if passes are not captured."""
         return MOST_ROWS if self.pads_passes else None
 
     @property
     def packs(self) -> bool:
-        """Whether readings of several places share a pass; otherwise each has its own."""
+        """Whether readings of several places share a pass; otherwise each has its own pass."""
         return self._packed is not None
 
     def checked_prompt(self, prompt: Sequence[int] | TokenIds) -> TokenIds:
-        """Return a prompt as int32[n], n at least one.
+        """Return a prompt as int32[n], n at least 1.
 
         Raises:
-            InvalidPromptError: it is empty, holds invalid token ids, or leaves no room below the
-                model's limit.
+            InvalidPromptError: the prompt is empty, holds invalid token ids, or reaches the model's
+                length limit.
         """
         tokens = prompt_tokens(prompt)
         check_prompt_length(len(tokens), self.max_length)
@@ -442,20 +445,20 @@ class Target:
         return tokens.astype(np.int32)
 
     def room(self, num_tokens: int, max_new_tokens: int) -> int:
-        """Return how many of `max_new_tokens` the model's limit allows after `num_tokens`."""
+        """Return how many of `max_new_tokens` the length limit allows after `num_tokens`."""
         if self.max_length is None:
             return max_new_tokens
         return min(max_new_tokens, self.max_length - num_tokens)
 
     def fitting(self, tree: DraftTree) -> DraftTree:
-        """Return the part of a draft that the model can verify: the tree, one chain, or nothing."""
+        """Return the part of a draft that the model can verify: a tree, one chain, or nothing."""
         if self.capability is Capability.CHAINS:
             tree = chain_of(tree)
         return tree.prefix(self.max_nodes)
 
     @led
     def make_places(self, count: int) -> None:
-        """Ensure at least `count` places; there is one from the start."""
+        """Ensure at least `count` places; the first place exists from the start."""
         self._places.make(count)
         for _ in range(count - len(self._committed)):
             self._committed.append(0)
@@ -467,15 +470,15 @@ class Target:
 
     @led
     def prepare(self, num_tokens: int, num_places: int = 1, num_rows: int = MOST_ROWS) -> None:
-        """Allocate memory and capture passes in advance, so that neither happens later.
+        """Allocate memory and capture passes in advance, so that neither delays a sequence later.
 
-        Call this before the first sequence. Workloads beyond the limits also work: memory and
-        passes are added when needed.
+        Call this before the first sequence. Larger workloads work too: memory and passes are added
+        when they are needed.
 
         Args:
             num_tokens: most tokens of a sequence, prompt and output together.
-            num_places: most sequences at a time.
-            num_rows: most rows of a pass: tokens of drafts and of prompt chunks.
+            num_places: most sequences decoded at the same time.
+            num_rows: most rows of a pass, that is, tokens of drafts and prompt chunks.
 
         Raises:
             OutOfMemoryError: there is not enough memory.
@@ -486,7 +489,7 @@ class Target:
             return
         num_tokens = self.room(0, num_tokens)
         if cache.capacity == 0:
-            self.prefill(np.zeros(1, np.int32))  # layers allocate buffers with their first states
+            self.prefill(np.zeros(1, np.int32))  # layers allocate buffers with the first states
             self.reset()
         with within_memory(num_tokens), torch.no_grad():
             cache.reserve(num_tokens + num_rows)
@@ -495,17 +498,17 @@ class Target:
 
     @torch.no_grad()
     def prepare_drawing(self, drawing: Drawing, num_rows: int = MOST_ROWS) -> None:
-        """Capture a drawing for sequences that use it, after `prepare`; see `SelectingRule`.
+        """Capture a drawing for sequences that use it; call this after `prepare`.
 
         Args:
-            drawing: the drawing of their rule.
+            drawing: the drawing of the sequences' accept rule; see `SelectingRule`.
             num_rows: most rows of a pass.
         """
         if self._captured is not None:
             self._captured.prepare_drawing(drawing, num_rows)
 
     def _check_packing(self, packed: PackedPasses) -> None:
-        """Stop sharing passes between sequences if shared passes give different logits."""
+        """Check shared passes; if they give different logits, read each sequence separately."""
         forked, single = (3, (ROOT, ROOT, 0)), (4, (ROOT,))
         with noting_windows() as noted:
             self._drawn(0, [forked])
@@ -533,8 +536,8 @@ class Target:
     def _check_captured_chains(self) -> None:
         """Run chains eagerly if captured passes with the model's own masks give different logits.
 
-        Checked after two lengths, because a value read from the host instead of the device would
-        stay that of the first.
+        Two lengths are checked, because a value that is read from the host instead of the device
+        would keep the value for the first length.
         """
         for length in (3, 6):
             if self._captured is None:
@@ -552,13 +555,16 @@ class Target:
         read: Callable[[Sequence[Reading]], list[Read] | None],
         *sequences: tuple[int, Sequence[int]],
     ) -> bool:
-        """Return whether a way to read, if applicable, gives the logits of separate passes.
+        """Return whether a way to read several sequences gives the logits of separate passes.
 
-        Of several choices of tokens, one that agrees suffices, as in `find_verdict`.
+        It also returns true if `read` is not applicable. As in `find_verdict`, one choice of tokens
+        for which the logits agree is enough.
 
         Args:
-            read: reads all of them in a pass.
-            sequences: for each the number of tokens before the last, and its tree's parents.
+            read: function that reads all sequences in one pass; it returns `None` if not
+                applicable.
+            sequences: for each sequence, the number of tokens before the last token, and the
+                parents of the tree's nodes.
         """
         trials = range(num_trials(self._model.dtype))
         is_alike = any(self._reads_alike(read, self._drawn(at, sequences)) for at in trials)
@@ -567,7 +573,7 @@ class Target:
         return is_alike
 
     def _drawn(self, seed: int, sequences: Sequence[tuple[int, Sequence[int]]]) -> list[Reading]:
-        """Read some tokens in each place; return readings of further, distinct tokens."""
+        """Read random tokens in each place; return readings of further, distinct tokens."""
         rng = np.random.default_rng(seed)
         readings = []
         for place, (length, parents) in enumerate(sequences):
@@ -589,7 +595,7 @@ class Target:
             self.rewind(reading.place)
         try:
             found = read(readings)
-        except Exception as error:  # noqa: BLE001  each model raises its own
+        except Exception as error:  # noqa: BLE001  each model raises its own errors
             _log.debug("a pass for two sequences fails: %s", error)
             return False
         return found is None or all(
@@ -598,14 +604,14 @@ class Target:
 
     @led
     def prefill(self, prompt: TokenIds, place: int = 0) -> torch.Tensor:
-        """Forget the sequence of a place and read a new one.
+        """Drop the sequence of a place, and read a new prompt.
 
         Args:
-            prompt: int32[n], at least one token.
+            prompt: int32[n], the prompt's token ids, n at least 1.
             place: place of the sequence.
 
         Returns:
-            [1, vocabulary], the logits after its last token.
+            [1, vocabulary], the logits after the prompt's last token.
 
         Raises:
             OutOfMemoryError: there is not enough memory for the prompt.
@@ -617,22 +623,22 @@ class Target:
 
     @led
     def verify(self, last_token: int, tree: DraftTree, place: int = 0) -> torch.Tensor:
-        """Run the last committed token and a tree after it through the model, in one pass.
+        """Run the last committed token and a tree after it through the model in one pass.
 
         Uncommitted tokens of an earlier call are dropped first.
 
         Args:
-            last_token: the sequence's last token, which the model has not seen yet.
-            tree: continuations of it, as returned by `fitting`; its tokens are within the
-                vocabulary.
+            last_token: id of the sequence's last token, which the model has not read yet.
+            tree: the draft tree after this token, as returned by `fitting`; its tokens must be
+                within the vocabulary.
             place: place of the sequence.
 
         Returns:
             [1 + N, vocabulary], the logits after the last token and after each node.
 
         Raises:
-            OutOfMemoryError: there is not enough memory for the pass. `max_nodes` becomes half of
-                the nodes tried; committed tokens stay.
+            OutOfMemoryError: there is not enough memory for the pass. `max_nodes` is set to half of
+                the tree's nodes; committed tokens stay.
         """
         [read] = self.read([Reading.of(place, last_token, tree)])
         self.states = read.states
@@ -640,16 +646,17 @@ class Target:
 
     @led
     def read(self, readings: Sequence[Reading]) -> list[Read]:
-        """Read for several sequences, in one pass if the target packs.
+        """Read the inputs of several sequences, in one pass if the target packs.
 
         Uncommitted tokens of earlier calls are dropped first.
 
         Args:
-            readings: readings of distinct places, in their order.
+            readings: readings of distinct places, in the order of the places.
 
         Raises:
-            OutOfMemoryError: there is not enough memory for the pass. `max_nodes` becomes half of
-                the most nodes tried; committed tokens stay, and prompt chunks are not committed.
+            OutOfMemoryError: there is not enough memory for the pass. `max_nodes` is set to half of
+                the largest tree's nodes; committed tokens stay, and prompt chunks are not
+                committed.
         """
         if self._num_said != num_said():
             self._num_said = num_said()
@@ -658,13 +665,13 @@ class Target:
             self._captured = self._made_captured(self._captured.masking)
         try:
             read = self._launched(readings)
-            if self._is_another_model():  # a device computes meanwhile, in vain if it changed
+            if self._is_another_model():  # checked while the device computes
                 read = self._launched(readings)
             if read is None:
                 return self._read_eagerly(readings)
         except OutOfMemoryError:
             most = max(0 if each.tree is None else len(each.tree) for each in readings)
-            if most:  # otherwise it was for a prompt or a plain pass
+            if most:  # else only a prompt or a plain pass was read
                 self.max_nodes = min(most // 2, self.max_nodes)
             raise
         for reading in readings:
@@ -672,7 +679,7 @@ class Target:
         return read
 
     def _launched(self, readings: Sequence[Reading]) -> list[Read] | None:
-        """Read with a captured pass after the committed tokens; `None` if there is none."""
+        """Run a captured pass after the committed tokens; `None` if there is no such pass."""
         for reading in readings:
             self.rewind(reading.place)
         return self._read_captured(readings)
@@ -685,14 +692,14 @@ class Target:
     @led
     @torch.no_grad()
     def rewind(self, place: int = 0) -> None:
-        """Drop tokens of a place that were verified but not committed."""
+        """Drop the tokens of a place that were verified but not committed."""
         self._places.at(place).truncate(self._committed[place])
 
     def commit(self, path: NDArray[np.int64], place: int = 0) -> None:
-        """Keep only the last token and a path of the verified tree.
+        """Commit the last token and a path of the verified tree; drop all other nodes.
 
         Args:
-            path: int64[k], nodes from a child of the root down; it may be empty.
+            path: int64[k], the accepted nodes, from a child of the root down; it may be empty.
             place: place of the sequence.
         """
         self.commit_all([(place, path)])
@@ -700,10 +707,10 @@ class Target:
     @led
     @torch.no_grad()
     def commit_all(self, paths: Sequence[tuple[int, NDArray[np.int64]]]) -> None:
-        """Commit for several sequences; on CUDA this takes as many launches as for one.
+        """Commit for several sequences; on CUDA this takes as many launches as for one sequence.
 
         Args:
-            paths: distinct places, each with its path; see `commit`.
+            paths: distinct places, each with the path of its sequence; see `commit`.
         """
         moved = []
         for place, path in paths:
@@ -722,7 +729,7 @@ class Target:
 
     @led
     def pretend(self, num_tokens: int, place: int = 0) -> None:
-        """Fake a sequence of `num_tokens` tokens without reading them, to time passes after it."""
+        """Fake a sequence of `num_tokens` tokens without reading them, to time passes."""
         self.prefill(np.zeros(1, np.int32), place)
         if self._places.at(place).pretend(num_tokens):
             self._committed[place] = num_tokens
@@ -743,7 +750,7 @@ class Target:
     @led
     @torch.no_grad()
     def drop(self, num_tokens: int) -> None:
-        """Undo the last committed tokens."""
+        """Undo the last `num_tokens` committed tokens of the first place."""
         self._committed[0] -= num_tokens
         del self._held[0][self._committed[0] :]
         self._places.at(0).truncate(self._committed[0])
@@ -751,35 +758,35 @@ class Target:
     @led
     @torch.no_grad()
     def reset(self, place: int = 0) -> None:
-        """Forget the sequence of a place."""
+        """Drop the sequence of a place."""
         self._places.at(place).truncate(0)
         self._committed[place] = 0
         self._held[place].clear()
 
     @led
     def forget(self) -> None:
-        """Forget all sequences, including finished ones: the next are read from the start."""
+        """Drop all sequences, including finished ones, so that none is reused."""
         self._prefixes.clear()
         for place in range(len(self._committed)):
             self.reset(place)
 
     def best_place(self, tokens: TokenIds, places: Sequence[int]) -> int:
-        """Return the one of some places that holds the longest prefix of a sequence."""
+        """Return the place, of several, that holds the longest prefix of a sequence."""
         return max(places, key=lambda place: (self._num_shared(tokens, place), -place))
 
     @led
     @torch.no_grad()
     def resume(self, tokens: TokenIds, place: int) -> int:
-        """Begin a sequence with keys and values of a prefix that was read before.
+        """Begin a sequence with the keys and values of a prefix that was read earlier.
 
-        The place's old contents are kept elsewhere, within `prefix_bytes`.
+        The place's old contents are stored elsewhere, within `prefix_bytes`.
 
         Args:
             tokens: int32[n], all tokens of the sequence.
             place: place of the sequence.
 
         Returns:
-            How many of its first tokens need not be read; fewer than n.
+            How many of the sequence's first tokens need not be read, fewer than n.
         """
         cache = self._places.cache
         if cache is None or cache.bytes_per_token == 0:
@@ -802,19 +809,20 @@ class Target:
 
     @property
     def hands_over(self) -> bool:
-        """Whether `adopt` and `held` work for this model: it has only keys and values."""
+        """Whether `adopt` and `held` work: the model has only keys and values, in one process."""
         return self._places.cache is not None and self.ranks is None
 
     @torch.no_grad()
     def adopt(self, prefix: Prefix, place: int) -> int:
-        """Begin a sequence with keys and values from elsewhere, unchanged.
+        """Begin a sequence with given keys and values of a prefix.
 
         Args:
-            prefix: a prefix of the sequence, shorter than it.
+            prefix: a prefix that is shorter than the sequence, with its keys and values.
             place: place of the sequence.
 
         Returns:
-            How many tokens need not be read; 0 if the target does not support it (`hands_over`).
+            How many tokens need not be read; 0 if the target does not support this (see
+            `hands_over`).
 
         Raises:
             OutOfMemoryError: there is not enough memory.
@@ -830,7 +838,7 @@ class Target:
 
     @torch.no_grad()
     def held(self, place: int) -> Prefix | None:
-        """Return copies of a place's keys and values; `None` unless `hands_over` is set.
+        """Return copies of a place's keys and values; `None` unless `hands_over` is true.
 
         Raises:
             OutOfMemoryError: there is not enough memory.
@@ -845,7 +853,7 @@ class Target:
         return num_shared(np.array(self._held[place], np.int32), tokens)
 
     def _keep(self, cache: TreeCache, place: int, shared: int) -> None:
-        """Keep a place's contents for later, unless the next sequence shares most of them."""
+        """Store a place's contents for later sequences, unless the next one shares most of them."""
         held = self._held[place]
         if self._prefixes.wants(len(held), len(held) - shared, cache.bytes_per_token):
             with suppress(OutOfMemoryError), within_memory(len(held)):
@@ -854,7 +862,7 @@ class Target:
 
     @torch.no_grad()
     def _read_captured(self, readings: Sequence[Reading]) -> list[Read] | None:
-        """Read for several sequences with a captured pass; `None` if there is none."""
+        """Run a captured pass over several sequences; `None` if there is no such pass."""
         if self._captured is None or (len(readings) > 1 and self._packed is None):
             return None
         with within_memory(self._longest(readings)):
@@ -862,7 +870,7 @@ class Target:
 
     @torch.no_grad()
     def _read_alone(self, reading: Reading) -> Read:
-        """Read for one sequence, in its own pass."""
+        """Read one sequence's input in a separate pass."""
         past = self._committed[reading.place]
         with within_memory(past + len(reading.tokens)):
             read = self._places.at(reading.place).read(reading, past)
@@ -871,7 +879,7 @@ class Target:
 
     @torch.no_grad()
     def _read_together(self, packed: PackedPasses, readings: Sequence[Reading]) -> list[Read]:
-        """Read for several sequences, in one pass."""
+        """Read several sequences' inputs in one pass."""
         with within_memory(self._longest(readings)):
             read = packed.read(readings)
         for reading in readings:
@@ -883,7 +891,7 @@ class Target:
         return max(self._committed[each.place] + len(each.tokens) for each in readings)
 
     def _note(self, reading: Reading) -> None:
-        """Record a reading; a prompt chunk counts as committed."""
+        """Record a reading; prompt chunks count as committed."""
         self._latest[reading.place] = reading.tokens
         if reading.tree is None:
             self._committed[reading.place] += len(reading.tokens)
@@ -891,10 +899,10 @@ class Target:
 
 
 def _check_placing(model: PreTrainedModel) -> None:
-    """Refuse a model whose first weights, which determine the device of inputs, are on no device.
+    """Refuse a model whose first weights, which determine the inputs' device, are on no device.
 
     Raises:
-        UnsupportedModelError: the first weights are only loaded while they are used.
+        UnsupportedModelError: the first weights are loaded only while they are used.
         WeightsNotLoadedError: some weights are not loaded, and nothing will load them.
     """
     weights = undisturbed(lambda: list(model.named_parameters()))
@@ -915,13 +923,13 @@ def _check_placing(model: PreTrainedModel) -> None:
 
 
 class _Places:
-    """The states of all sequences: places of one cache, or a separate cache for each.
+    """The caches of all sequences: places of one cache, or a separate cache for each sequence.
 
     Args:
-        new_passes: makes passes with an empty cache.
+        new_passes: function that returns passes with an empty cache.
 
     Attributes:
-        cache: the shared cache, if there is one.
+        cache: the shared cache, if any.
     """
 
     def __init__(self, new_passes: Callable[[], Passes]) -> None:
@@ -932,7 +940,7 @@ class _Places:
         self.cache = cache if isinstance(cache, TreeCache) else None
 
     def at(self, place: int) -> Passes:
-        """Return the passes of the sequence in a place."""
+        """Return the passes for the sequence in a place."""
         if self.cache is None:
             return self._passes[place]
         self.cache.at(place)
@@ -946,7 +954,7 @@ class _Places:
             self._passes.extend(self._new_passes() for _ in range(count - len(self._passes)))
 
     def packed(self, model: UserModel, windows: Windows) -> PackedPasses | None:
-        """Return passes over all places; `None` if the model does not support them."""
+        """Return passes over several places; `None` if the model does not support such passes."""
         if self.cache is None or not model.attends_by_groups() or not takes_masks(windows):
             return None
         return PackedPasses(model, self.cache, windows)
@@ -963,6 +971,6 @@ def _passes(model: UserModel, compatibility: Compatibility) -> Passes:
 
 
 def _num_in_place(path: NDArray[np.int64]) -> int:
-    """Return how many first nodes of a path are already in their final slots."""
+    """Return how many of a path's first nodes are already in their final slots."""
     moved = np.flatnonzero(path != np.arange(len(path)))
     return int(moved[0]) if len(moved) else len(path)

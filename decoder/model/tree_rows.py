@@ -1,6 +1,6 @@
-"""The rows of one sequence in a pass: what each sees, its position, and the mask.
+"""The rows of one sequence in a pass: the keys that each row sees, and its position.
 
-Captured passes compute the same on the device: see `decoder.model.graphs`.
+Captured passes compute the same on the device; see `decoder.model.graphs`.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,15 @@ from retriever.tree import ROOT, DraftTree
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeRows:
-    """Rows after a sequence's context, each a child of another row or of the context's end.
+    """Rows after a sequence's context; each is a child of another row or of the context.
 
     Attributes:
-        visible: bool[W, W], whether a row sees another: only its ancestors and itself.
-        depths: int64[W], number of ancestors of each. It determines the position, so siblings share
-            one.
-        past: tokens of the context; every row sees all of them, apart from a window.
-        num_read: number of last rows that belong to the pass; the others are in the cache.
+        visible: bool[W, W], whether each row sees each row: a row sees only its ancestors and
+            itself.
+        depths: int64[W], number of ancestors of each row. It determines the row's position, so
+            siblings have the same position.
+        past: number of tokens in the context; without a window, every row sees all of them.
+        num_read: number of last rows that belong to the pass; the other rows are in the cache.
     """
 
     visible: NDArray[np.bool_]
@@ -32,22 +33,22 @@ class TreeRows:
 
     @classmethod
     def of(cls, parents: Sequence[int], past: int) -> Self:
-        """Lay out a tree by the parent row of each row, an earlier row or `ROOT`."""
+        """Lay out a tree, given each row's parent: an earlier row or `ROOT`."""
         nothing = cls(np.zeros((0, 0), np.bool_), np.zeros(0, np.int64), past, 0)
         return nothing.extended(parents)
 
     @classmethod
     def behind_token(cls, tree: DraftTree, past: int) -> Self:
-        """Lay out a sequence's last token and a tree after it."""
+        """Lay out a sequence's last token and the tree after it."""
         return cls.of([ROOT, *(tree.parents + 1).tolist()], past)
 
     @classmethod
     def in_line(cls, length: int, past: int) -> Self:
-        """Lay out rows that each see all rows before them."""
+        """Lay out a chain of rows: each row sees all rows before it."""
         return cls(np.tri(length, dtype=np.bool_), np.arange(length), past, length)
 
     def extended(self, parents: Sequence[int]) -> Self:
-        """Add rows by their parents among all rows; they are the rows of the next pass."""
+        """Add the rows of the next pass, given each row's parent among all rows."""
         before, after = len(self.depths), len(self.depths) + len(parents)
         visible = np.eye(after, dtype=np.bool_)
         visible[:before, :before] = self.visible
@@ -58,33 +59,33 @@ class TreeRows:
 
     @property
     def positions(self) -> NDArray[np.int64]:
-        """int64[n], positions of the pass's rows in their sequence."""
+        """Return int64[n], the positions of the pass's rows in their sequence."""
         return self.past + self.depths[-self.num_read :]
 
     @property
     def num_keys(self) -> int:
-        """Total number of context tokens and rows."""
+        """Number of context tokens and rows together."""
         return self.past + len(self.depths)
 
     def sees_all(self, first_key: int, window: int | None) -> bool:
-        """Return whether a single row is read, which sees all shown keys."""
+        """Return whether the pass has a single row that sees all keys from `first_key` on."""
         return self.num_keys == self.past + 1 and (window is None or self.past - first_key < window)
 
     @property
     def visible_to_read(self) -> NDArray[np.bool_]:
-        """bool[n, W], which of all rows each row of the pass sees."""
+        """Return bool[n, W], whether each row of the pass sees each of all rows."""
         return self.visible[-self.num_read :]
 
     def key_positions(self, first_key: int) -> NDArray[np.int64]:
-        """Return int64[keys], positions of the keys from `first_key` on, all rows included."""
+        """Return int64[keys], the positions of the keys from `first_key` on, all rows included."""
         return np.concatenate([np.arange(first_key, self.past), self.past + self.depths])
 
     def beyond(self, first_key: int, window: int | None) -> NDArray[np.bool_] | None:
-        """Return bool[n, keys], which keys are outside a row's window; `None` if none is.
+        """Return bool[n, keys], the keys outside each row's window; `None` if there are none.
 
         Args:
-            first_key: position of the first shown key.
-            window: positions that each row sees, itself included; `None` for all.
+            first_key: position of the first key.
+            window: number of positions that each row sees, itself included; `None` for all.
         """
         positions = self.positions
         if window is None or int(positions.max()) - first_key < window:
@@ -93,7 +94,7 @@ class TreeRows:
         return found
 
     def seen(self, first_key: int = 0, window: int | None = None) -> NDArray[np.bool_]:
-        """Return bool[n, keys], which keys from `first_key` on, all rows included, each row sees.
+        """Return bool[n, keys], whether each row sees each key from `first_key` on, rows included.
 
         Args: see `beyond`.
         """

@@ -1,11 +1,11 @@
-"""The user's own model as passes run it: its unchanged modules, with our cache and masks.
+"""Runs the user's own model: its unchanged modules, with foredraft's cache and masks.
 
-A pass uses our cache, and with it attention for trees (`decoder.model.attention`) and products with
+A pass uses foredraft's cache, attention for trees (`decoder.model.attention`) and products with
 packed weights (`decoder.model.products`). The modules, their hooks and configurations are not
 changed. Transformers looks up attention and masks in tables, and linear layers call
-`torch.nn.functional.linear`; our functions replace those entries while a pass runs. In threads
-without a pass they call the functions that they replace. A function that other code has already
-replaced is left alone.
+`torch.nn.functional.linear`. While a pass runs, foredraft's functions replace these entries. In
+threads without a pass, they call the original functions. A function that other code has already
+replaced stays as it is.
 """
 
 import inspect
@@ -38,31 +38,33 @@ from decoder.model.states import States, StateTap
 from decoder.model.tree_rows import TreeRows
 
 _EXTRAS: Final = ("output_attentions", "output_hidden_states", "output_router_logits")
-"""Outputs that a configuration may request; some need a mask or labels, which passes lack."""
+"""Outputs that a configuration may request; some need a mask or labels, which passes do not
+have."""
 
 _CACHES: Final = ("cache", "cache_params", "past_key_values")
-"""Possible names of the cache argument of `forward`; the first since transformers 5.24."""
+"""Possible names of the cache argument of `forward`; the first name is used since transformers
+5.24."""
 
 _UNNAMED: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 KNOWN_CODE: Final = ("bitsandbytes.", "torch.", "torchao.", "transformers.")
-"""Packages whose modules compute the same in every pass."""
+"""Packages whose modules compute the same result in every pass."""
 
 
 class UserModel:
     """Runs a model's own modules, in their current state at each call.
 
     Args:
-        model: a model of transformers.
-        pack: whether to pack weights on a CPU, or which weights.
-        tapped: numbers of the hidden states to keep from each pass; see `decoder.model.states`.
+        model: a transformers model.
+        pack: whether to pack weights on a CPU, or the least size of layers to pack, by dtype.
+        tapped: numbers of the hidden states to record in each pass; see `decoder.model.states`.
         window: see `tree_mask`.
 
     Attributes:
-        model: the model as given.
+        model: the transformers model.
 
     Raises:
-        UnsupportedModelError: the model lacks a tapped state.
+        UnsupportedModelError: the model has no hidden state of a given number.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class UserModel:
         self.look()
 
     def look(self) -> None:
-        """Read the current signature of the model's `forward` and its configuration."""
+        """Read the current signature of the model's `forward`, and the model's configuration."""
         self._taken = taken_by(self.model)
         self._cache_argument = cache_argument(self.model)
         self._stated = _stated_outputs(self.model)
@@ -93,17 +95,17 @@ class UserModel:
 
     @property
     def device(self) -> torch.device:
-        """Device for inputs."""
+        """Device for the model's inputs."""
         return torch.device(self.model.device)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the states."""
+        """Dtype of the hidden states."""
         return self.model.dtype
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of the packed weights, in addition to the model's own."""
+        """Bytes of the packed weights, in addition to the model's own weights."""
         return 0 if self._products is None else self._products.num_bytes
 
     @property
@@ -113,24 +115,24 @@ class UserModel:
 
     @property
     def states(self) -> States:
-        """The tapped states of the last pass, [rows, hidden size] each."""
+        """The tapped hidden states of the last pass, each [rows, hidden size]."""
         return {} if self._tap is None else self._tap.taken()
 
     def audit(self) -> bool:
-        """Drop packed weights that changed undetected; return whether there are any."""
+        """Drop copies of weights that changed unnoticed; return whether there were any."""
         return self._products is not None and self._products.audit()
 
     def takes(self, name: str) -> bool:
-        """Return whether its `forward` names an input."""
+        """Return whether the model's `forward` names an input."""
         return name in self._taken
 
     def run(self, rows: TreeRows | None = None, cache: object = None, **inputs: Any) -> Any:
         """Run a pass.
 
         Args:
-            rows: rows of a tree, if the pass is over one; the mask is built when the model asks for
-                it.
-            cache: stores the pass's keys and values; `None` for a pass without a cache.
+            rows: rows of a tree, if the pass is over a tree; the mask is built when the model
+                requests it.
+            cache: the cache for the pass's keys and values; `None` for a pass without a cache.
             inputs: inputs of the model's `forward`.
 
         Returns:
@@ -151,29 +153,29 @@ class UserModel:
             return self._called(self.model.base_model, inputs)
 
     def run_prepared(self, inputs: Mapping[str, Any]) -> Any:
-        """Run a pass of complete inputs, with the model's own attention and masks."""
+        """Run a pass on complete inputs, with the model's own attention and masks."""
         return self._called(self.model, {**inputs, **self._stated})
 
     def _called(self, module: nn.Module, inputs: Mapping[str, Any]) -> Any:
-        """Call the model or its base model, with packed weights and the tap."""
+        """Call the model or its base model, with packed weights, and record the tapped states."""
         try:
             products = multiplying(self._products, joins=self._joins)
             with self._mode(), products, self._tapping():
                 return module(**inputs)
-        except StopIteration as error:  # would silently end the decoding generators
+        except StopIteration as error:  # it would silently end the decoding generators
             raise RuntimeError("the model raised StopIteration") from error
 
     def attends_by_groups(self) -> bool:
-        """Return whether all attention is ours, so that packed passes are possible.
+        """Return whether all layers use `tree_attention`, so that packed passes are possible.
 
-        The model must also support logits of only the chosen rows.
+        The model must also support computing the logits of only some rows.
         """
         if not self.takes("logits_to_keep") or not self.model._supports_attention_backend:  # noqa: SLF001  no public name
             return False
         modules = modules_of(self.model)
         configs = (vars(module).get("config") for module in modules)
         attentions = {
-            config._attn_implementation  # noqa: SLF001  nor for this
+            config._attn_implementation  # noqa: SLF001  no public name either
             for config in configs
             if isinstance(config, PreTrainedConfig)
         }
@@ -189,9 +191,9 @@ class UserModel:
 
 
 def has_code_of_others(model: nn.Module) -> bool:
-    """Return whether a model has hooks, replaced `forward`s or modules of other packages.
+    """Return whether a model has hooks, replaced `forward` methods, or modules of other packages.
 
-    Their behaviour is in no configuration and may change with each pass.
+    No configuration describes how these behave, and that may change with each pass.
     """
     if hooks_of_all():
         return True
@@ -204,16 +206,16 @@ def has_code_of_others(model: nn.Module) -> bool:
 
 
 def _written_in(kind: type[nn.Module]) -> tuple[str, str]:
-    """Return the Python modules that define a module type and its `forward`.
+    """Return the names of the Python modules that define a module type and its `forward`.
 
-    A wrapper function takes over the name and module of the wrapped one, but not its globals.
+    A wrapper function has the name and module of the wrapped function, but not its globals.
     """
     compiled_with = getattr(kind.forward, "__globals__", {})
     return kind.__module__, compiled_with.get("__name__", "")
 
 
 def taken_by(model: PreTrainedModel) -> Mapping[str, inspect.Parameter]:
-    """Return the inputs of a model's `forward`; if it names none, those of its class."""
+    """Return the inputs that a model's `forward` names, or else its class's `forward`."""
     taken = inspect.signature(model.forward).parameters
     if all(each.kind in _UNNAMED for each in taken.values()):
         return inspect.signature(type(model).forward).parameters
@@ -230,10 +232,11 @@ def cache_argument(model: PreTrainedModel) -> str:
 def generating(model: nn.Module) -> PreTrainedModel:
     """Return the model whose `generate` a wrapper's `generate` calls.
 
-    Wrappers of PEFT, `torch.compile`, accelerate and distributed training hold it as a submodule.
+    Wrappers of PEFT, `torch.compile`, accelerate and distributed training hold that model as a
+    submodule.
 
     Raises:
-        UnsupportedModelError: the wrapper holds no model of transformers, or several.
+        UnsupportedModelError: the wrapper holds no transformers model, or several.
     """
     found = _outermost(model)
     if len(found) != 1:
@@ -258,17 +261,17 @@ def is_spread(model: PreTrainedModel) -> bool:
 
 
 def _keeps_tensors(model: PreTrainedModel) -> bool:
-    """Return whether a model of known code keeps tensors of a pass, as some rotary embeddings do.
+    """Return whether a model of known code keeps tensors, as some rotary embeddings do.
 
-    Passes are 5% faster in torch's inference mode, but its tensors can be neither differentiated
-    nor written to.
+    Passes are 5% faster in torch's inference mode, but tensors from that mode can be neither
+    differentiated nor overwritten.
     """
     ropes = str(getattr(model.config.get_text_config(decoder=True), "rope_parameters", None))
     return "dynamic" in ropes or "longrope" in ropes
 
 
 def _stated_outputs(model: PreTrainedModel) -> dict[str, bool]:
-    """Return the inputs that a pass must set if a configuration requests more than logits."""
+    """Return inputs that override a configuration's requests for more than logits."""
     configs = (model.config, model.config.get_text_config(decoder=True))
     stated = {name: False for name in _EXTRAS if any(getattr(each, name, None) for each in configs)}
     if any(getattr(each, "return_dict", True) is False for each in configs):
@@ -295,10 +298,10 @@ _current: Final = _Current()
 
 @contextmanager
 def running(rows: TreeRows | None = None, window: int | None = None) -> Iterator[None]:
-    """Use our attention and masks during the block, for passes over a `TreeCache`.
+    """Use attention and masks for trees during the block, for passes over a `TreeCache`.
 
     Args:
-        rows: rows of a tree, if the pass is over one and is given no mask.
+        rows: rows of a tree, if the pass is over a tree and has no given mask.
         window: see `tree_mask`.
     """
     with _ATTENTION.installed():
@@ -312,9 +315,9 @@ def running(rows: TreeRows | None = None, window: int | None = None) -> Iterator
 
 @contextmanager
 def noting_windows() -> Iterator[set[int | None]]:
-    """Record the windows of the masks that models build for prompt rows during the block.
+    """During the block, record the windows of the masks that models build for prompts.
 
-    A configuration may state a window that a model's own masks do not have.
+    A configuration may have a window that the model's own masks do not have.
     """
     before, noted = _current.windows, set[int | None]()
     _current.windows = noted
@@ -329,7 +332,7 @@ def multiplying(products: Products | None, *, joins: bool = False) -> Iterator[N
     """Use packed weights during the block, which is one pass.
 
     Args:
-        products: the packed weights; `None` for torch's own products.
+        products: the packed weights; `None` to let torch compute all products.
         joins: see `Multiplier`.
     """
     if products is None:
@@ -346,7 +349,7 @@ def multiplying(products: Products | None, *, joins: bool = False) -> Iterator[N
 
 
 def _has_tree_attention() -> bool:
-    """Return whether models with sdpa attention get `tree_attention` in a pass."""
+    """Return whether models with sdpa attention use `tree_attention` in a pass."""
     return ALL_ATTENTION_FUNCTIONS[_SDPA] in {sdpa_attention_forward, _attention}
 
 
@@ -385,11 +388,11 @@ def _eager_mask(**options: Any) -> torch.Tensor | None:
 
 
 class _StandIns:
-    """Our functions that replace others while they are in use.
+    """Functions that replace functions of other packages while passes run.
 
     Args:
-        places: for each function a table, the name in it, the original function, and ours, which is
-            marked as a stand-in.
+        places: for each function, a table, the function's name in the table, the original function,
+            and the replacement, which is marked as a stand-in.
     """
 
     def __init__(self, *places: tuple[Any, str, object, Any]) -> None:
@@ -401,7 +404,7 @@ class _StandIns:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Install them during the block, except where other code has replaced the original."""
+        """Install the replacements during the block, unless other code replaced the original."""
         with self._lock:
             self._num_users += 1
             for table, name, own, ours in self._places:

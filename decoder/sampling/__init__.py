@@ -1,1 +1,1 @@
-"""Acceptance rules: which drafted tokens are kept so that the output's distribution is exact."""
+"""Rules that accept or reject drafted tokens, so that the output's distribution is exact."""

@@ -1,4 +1,4 @@
-"""Choosing the target's token after each node: the most probable one, a draw, or rejection."""
+"""Chooses the target's token after each node: greedily, by sampling, or by rejection sampling."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from decoder.sampling.verification import CERTAIN, SampledTree, draw, is_waited_for
 
 NOTHING: Final = -1
-"""Chosen if no token is possible."""
+"""Stands for the chosen token if no token is possible."""
 
 
 Chooser = Callable[[torch.Tensor, slice], torch.Tensor]
-"""Chooses tokens for one tree; called with single rows or with many.
+"""Chooses tokens for one tree; called with one row or several.
 
-Takes float32[n, vocabulary], the processed logits, and their rows: 0 is after the last token, node
-+ 1 after a node. Returns int64[n], a token or `NOTHING` for each.
+It takes float32[n, vocabulary], the processed logits, and their row numbers: row 0 is after the
+last token, row n + 1 after node n. It returns int64[n], a token or `NOTHING` for each row.
 """
 
 
@@ -30,15 +30,16 @@ def most_probable(scores: torch.Tensor, _rows: slice) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draw:
-    """Draws from each row's distribution.
+    """Samples a token from each row's distribution.
 
-    Nodes of the same depth share a random number: at most one of them is on the path, and the
-    numbers of earlier depths decide which. A drawn draft is compared with the draw like any other
-    draft: the model that drew it used other random numbers, so the two are independent.
+    Nodes of the same depth share a random number: at most one of these nodes is on the path, and
+    the numbers of earlier depths decide which one. A sampled draft token is compared with the
+    sampled token like any other draft token. The draft model used other random numbers, so the two
+    are independent.
 
     Attributes:
         depths: int64[1 + N], depths of the last token and of each node.
-        points: float64[1 + greatest depth], random numbers in [0, 1).
+        points: float64[1 + greatest depth], a random number in [0, 1) for each depth.
     """
 
     depths: NDArray[np.int64]
@@ -50,19 +51,20 @@ class Draw:
 
 
 def drawn(scores: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """Return int64[n], a draw from each row's distribution at its point, or `NOTHING`."""
+    """Return int64[n], a token sampled from each row at its random number, or `NOTHING`."""
     probabilities = torch.softmax(scores, dim=-1)
     return draw(probabilities, points).masked_fill(probabilities[:, 0].isnan(), NOTHING)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DrawnChildren:
-    """The drawn children of each row, padded to the largest number of any row.
+    """The sampled children of each row, padded to the largest number of any row.
 
     Attributes:
-        tokens: int64[1 + N, most], in the order of their nodes.
-        proposals: int64[1 + N, most], rows of the tree's proposals, `CERTAIN` for padding.
-        counts: int64[1 + N], number of children of each row.
+        tokens: int64[1 + N, most], the children's tokens in the order of their nodes.
+        proposals: int64[1 + N, most], each child's row of the tree's proposals; `CERTAIN` for
+            padding.
+        counts: int64[1 + N], number of sampled children of each row.
     """
 
     tokens: NDArray[np.int64]
@@ -71,7 +73,7 @@ class DrawnChildren:
 
     @classmethod
     def of(cls, tree: SampledTree) -> "DrawnChildren":
-        """Find the drawn children of a tree."""
+        """Find the sampled children in a tree."""
         children: list[list[int]] = [[] for _ in range(len(tree) + 1)]
         for node in np.flatnonzero(tree.rows != CERTAIN).tolist():
             children[tree.parents[node] + 1].append(node)
@@ -86,28 +88,29 @@ class DrawnChildren:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rejection:
-    """Accepts drawn children based on the distributions that they were drawn from.
+    """Accepts sampled children based on the distributions from which they were sampled.
 
-    Multi-candidate speculative sampling without replacement: SpecInfer (Miao et al., 2023,
-    arXiv:2305.09781), MCSD (Yang et al., 2024, arXiv:2401.06706), recursive rejection sampling
-    (Jeon et al., 2024, arXiv:2402.14160). Let p be the target's distribution and q the child's,
-    which is its proposal without earlier siblings. Child x is accepted with probability min(1, p(x)
-    / q(x)); otherwise p becomes the residual, max(p - q, 0) normalised, and the next child is
-    tried. When no child is left, the token is drawn from p.
+    The method is multi-candidate speculative sampling without replacement: SpecInfer (Miao et al.,
+    2023, arXiv:2305.09781), MCSD (Yang et al., 2024, arXiv:2401.06706), recursive rejection
+    sampling (Jeon et al., 2024, arXiv:2402.14160). Let p be the target's distribution and q the
+    child's proposal without earlier siblings. Child x is accepted with probability min(1, p(x) /
+    q(x)). Otherwise p becomes the residual, max(p - q, 0) normalised, and the next child is tried.
+    When no child is left, the token is sampled from p.
 
-    This is exact. Token x is accepted with probability q(x) min(1, p(x) / q(x)) = min(p(x), q(x)).
-    A rejection has probability 1 - sum(min(p, q)) = sum(max(p - q, 0)) and is followed by x with
-    its share of the residual, together max(p(x) - q(x), 0). The two add up to p(x). The step after
+    The method is exact. Token x is accepted with probability q(x) min(1, p(x) / q(x)) = min(p(x),
+    q(x)). A rejection has probability 1 - sum(min(p, q)) = sum(max(p - q, 0)). Then x follows with
+    its share of the residual, in total max(p(x) - q(x), 0). The two add up to p(x). The step after
     a rejection is the same with the residual as p, so by induction the token after a rejection is
-    distributed as the residual. A certain child is a proposal with all its mass on one token, for
-    which the rule means drawing and comparing; the last draw does that.
+    distributed as the residual. A certain child is a proposal with all its probability on one
+    token. For such a child the rule amounts to sampling a token and comparing it, which the last
+    step does.
 
     Attributes:
-        children: the tree's drawn children.
-        proposals: float[rows, n], distributions; tokens from n on have probability 0.
+        children: the tree's sampled children.
+        proposals: float[rows, n], the proposed distributions; tokens from n on have probability 0.
         depths: int64[1 + N], depths of the last token and of each node.
-        points: float64[1 + greatest depth, most + 1], random numbers for each child and for the
-            last draw.
+        points: float64[1 + greatest depth, most + 1], random numbers in [0, 1) for each child, and
+            one for the token sampled last.
     """
 
     children: DrawnChildren
@@ -138,10 +141,10 @@ class Rejection:
         return torch.where(chosen == NOTHING, last, chosen).masked_fill(has_none, NOTHING)
 
     def _proposal(self, before: torch.Tensor, numbers: torch.Tensor, size: int) -> torch.Tensor:
-        """Return float64[n, size], the distribution that a child of each row was drawn from.
+        """Return float64[n, size], the distribution from which a child of each row was sampled.
 
         Args:
-            before: int64[n, k], the siblings before it.
+            before: int64[n, k], tokens of the siblings before the child.
             numbers: int64[n, k + 1], proposal rows of the siblings and the child.
             size: size of the target's vocabulary.
         """
@@ -152,7 +155,7 @@ class Rejection:
 
 
 def accepts(p: torch.Tensor, q: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """Return bool[n], whether the random numbers are below min(1, p / q)."""
+    """Return bool[n], whether each random number is below min(1, p / q)."""
     return points * q < p
 
 
@@ -160,9 +163,9 @@ def without(proposal: torch.Tensor, tokens: torch.Tensor, is_gone: torch.Tensor)
     """Return distributions without some of their tokens, renormalised.
 
     Args:
-        proposal: float64[n, size].
-        tokens: int64[n, k], distinct tokens in each row.
-        is_gone: bool[n, k], which of them are removed.
+        proposal: float64[n, size], a distribution in each row.
+        tokens: int64[n, k], distinct tokens for each row.
+        is_gone: bool[n, k], which of these tokens to remove.
     """
     left = proposal.gather(1, tokens).masked_fill(is_gone, 0)
     remaining = proposal.scatter(1, tokens, left)
@@ -172,7 +175,7 @@ def without(proposal: torch.Tensor, tokens: torch.Tensor, is_gone: torch.Tensor)
 def residual(target: torch.Tensor, proposal: torch.Tensor) -> torch.Tensor:
     """Return max(target - proposal, 0), normalised: the target's distribution after a rejection.
 
-    If that is zero everywhere, which only rounding can cause, returns the target.
+    If that is zero everywhere, which only rounding can cause, return the target's distribution.
     """
     left = (target - proposal).clamp(min=0)
     mass = left.sum(dim=-1, keepdim=True)

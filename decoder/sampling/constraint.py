@@ -1,4 +1,4 @@
-"""Constraints on the output: state machines that advance along a path."""
+"""Constraints on the output: state machines that advance token by token along a path."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -16,10 +16,10 @@ State = TypeVar("State")
 
 
 class Constraint(Protocol[State]):
-    """Decides which tokens may come next; begins where the prompt ends.
+    """Decides which tokens may come next; it starts after the prompt.
 
-    States are values: advancing one does not change it, because a tree's paths share their
-    beginnings and most of them are rejected.
+    States are immutable: advancing returns a new state, because a tree's paths share prefixes and
+    most paths are rejected.
     """
 
     def start(self) -> State:
@@ -27,19 +27,19 @@ class Constraint(Protocol[State]):
         ...
 
     def advance(self, state: State, token: int) -> State:
-        """Return the state after one more token, which the state allows."""
+        """Return the state after one more token, which must be allowed."""
         ...
 
     def allowed(self, state: State) -> torch.Tensor:
-        """Return bool[n], whether each token may come next; those from n on may not."""
+        """Return bool[n], whether each token may come next; tokens from n on may not."""
         ...
 
 
 class ConstraintMemory(Generic[State]):
-    """Keeps a constraint's state from pass to pass, so that it advances once for each token.
+    """Caches a constraint's state between passes, so that it advances once for each token.
 
     Args:
-        constraint: whose states these are.
+        constraint: the constraint whose state is cached.
     """
 
     def __init__(self, constraint: Constraint[State]) -> None:
@@ -60,11 +60,11 @@ class ConstraintMemory(Generic[State]):
 
 
 def masked(scores: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-    """Return [1, vocabulary], the logits with -inf for the tokens that are not allowed.
+    """Return [1, vocabulary], the logits with -inf for tokens that are not allowed.
 
     Args:
-        scores: [1, vocabulary].
-        allowed: bool[n]; tokens from n on are not allowed.
+        scores: [1, vocabulary], the logits.
+        allowed: bool[n], whether each token is allowed; tokens from n on are not.
     """
     size = scores.shape[-1]
     mask = torch.zeros(size, dtype=torch.bool, device=scores.device)
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 
 
 class Grammar(CompiledGrammar):
-    """A `Constraint` whose states are matchers of llguidance; each is advanced as a copy."""
+    """A `Constraint` whose states are llguidance matchers, copied before they advance."""
 
     __slots__ = ()
 
@@ -95,7 +95,7 @@ class Grammar(CompiledGrammar):
         tokenizer: PreTrainedTokenizerBase,
         stop_ids: Sequence[int] = (),
     ) -> "Grammar":
-        """Constrain the output to JSON that a schema describes; see `schema_grammar` and `of`."""
+        """Constrain the output to JSON that matches a schema; see `schema_grammar` and `of`."""
         return cls.of(schema_grammar(schema), tokenizer, stop_ids)
 
     def start(self) -> "LLMatcher":
@@ -109,7 +109,7 @@ class Grammar(CompiledGrammar):
         return advanced
 
     def allowed(self, state: "LLMatcher") -> torch.Tensor:
-        """Return bool[vocabulary], whether each token may come next; a stop token after the end."""
+        """Return bool[vocabulary], the allowed next tokens; after the end, only stop tokens."""
         if state.is_error():
             return torch.zeros(1, dtype=torch.bool)
         mask = bytearray(state.compute_logit_bias())
@@ -117,14 +117,14 @@ class Grammar(CompiledGrammar):
 
 
 class GrammarProcessor(LogitsProcessor):
-    """A grammar for one call of `model.generate`, with drafts or without.
+    """Applies a grammar in one call of `model.generate`, with drafts or without.
 
-    `model.generate(…, logits_processor=[GrammarProcessor(grammar)])` masks what is forbidden; with
-    `custom_generate=foredraft` what is forced is drafted, too, and the output is the same. The
-    grammar begins behind the prompt of the call.
+    `model.generate(…, logits_processor=[GrammarProcessor(grammar)])` masks forbidden tokens. With
+    `custom_generate=foredraft`, forced tokens are also drafted, and the output is the same. The
+    grammar starts after the prompt of the call.
 
     Args:
-        grammar: of the model's tokenizer.
+        grammar: a grammar made with the model's tokenizer.
     """
 
     def __init__(self, grammar: Grammar) -> None:
@@ -137,14 +137,14 @@ class GrammarProcessor(LogitsProcessor):
         return GrammarProcessor(self.grammar)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores with -inf for the tokens that are not allowed.
+        """Return the logits with -inf for tokens that are not allowed.
 
         Args:
-            input_ids: int64[rows, n].
-            scores: float32[rows, vocabulary].
+            input_ids: int64[rows, n], prompt and output so far.
+            scores: float32[rows, vocabulary], the logits.
 
         Raises:
-            InvalidConstraintError: the grammar is of a larger vocabulary than the model's.
+            InvalidConstraintError: the grammar's vocabulary is larger than the model's.
         """
         if self.grammar.num_tokens > scores.shape[-1]:
             raise InvalidConstraintError(
@@ -161,6 +161,6 @@ class GrammarProcessor(LogitsProcessor):
         for row, memory in enumerate(self._memories):
             state = memory.state(PassContext(row, tokens[row], self._num_prompt))
             own = scores[row : row + 1]
-            is_over = state.is_stopped() or state.is_error()  # and others of the batch are not
+            is_over = state.is_stopped() or state.is_error()  # but other rows are not
             processed.append(own if is_over else masked(own, self.grammar.allowed(state)))
         return torch.cat(processed)

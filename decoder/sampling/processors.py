@@ -1,4 +1,4 @@
-"""Sampling settings as logits processors of transformers, applied along the path to each row."""
+"""Applies sampling settings as transformers' logits processors, along the path to each row."""
 
 import math
 from collections.abc import Sequence
@@ -26,17 +26,17 @@ from decoder.sampling.verification import PassContext, is_waited_for
 from retriever.tree import ROOT, DraftTree
 
 _SLACK: Final = 0.01
-"""Margin in units of a logit, larger than any rounding error."""
+"""Margin in logits, larger than any rounding error."""
 
 
 class CountPenalty(LogitsProcessor):
-    """Subtracts a penalty from the logits of occurring tokens, and another for each occurrence.
+    """Penalizes the logits of tokens that occur in the output, once and for each occurrence.
 
     These are OpenAI's presence and frequency penalties, for which transformers has no processor.
 
     Args:
-        presence: penalty of a token that occurs.
-        frequency: penalty for each occurrence.
+        presence: penalty for a token that occurs at all.
+        frequency: penalty for each occurrence of a token.
     """
 
     def __init__(self, presence: float, frequency: float) -> None:
@@ -47,8 +47,8 @@ class CountPenalty(LogitsProcessor):
         """Return [rows, vocabulary], the logits minus the penalties.
 
         Args:
-            input_ids: int64[rows, n], the tokens to count: those of the output.
-            scores: [rows, vocabulary].
+            input_ids: int64[rows, n], the tokens to count, that is, the output.
+            scores: [rows, vocabulary], the logits.
         """
         each = torch.full_like(input_ids, -self._frequency, dtype=scores.dtype)
         scores = scores.scatter_add(1, input_ids, each)
@@ -56,11 +56,11 @@ class CountPenalty(LogitsProcessor):
 
 
 class NucleusWarper(TopPLogitsWarper):
-    """Transformers' top-p without sorting tokens that are too improbable to stay.
+    """Transformers' top-p, but without sorting tokens that are certain to be removed.
 
-    Tokens with probability below (1 - top_p) / vocabulary have together less than 1 - top_p, so
-    they are removed regardless of their order. One row of 49,152 logits on a CPU takes 0.1 to 0.4
-    ms instead of 2.5.
+    All tokens with a probability below (1 - top_p) / vocabulary together have less than 1 - top_p,
+    so they are removed in any order. A row of 49,152 logits on a CPU takes 0.1 to 0.4 ms instead of
+    2.5 ms.
     """
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -95,13 +95,13 @@ _BLIND: Final = frozenset(
         TypicalLogitsWarper,
     }
 )
-"""Processors whose result for a row depends only on that row; a derived class may use more.
-Processors of transformers that check rows and raise (eta, top-h) are not included, because they
-would raise for rows off the path."""
+"""Processors whose result for a row depends only on that row; a derived class may depend on more.
+Transformers' processors that check rows and raise errors (eta, top-h) are not included, because
+they would raise errors for rows off the path."""
 
 
 def penalties_of(settings: SamplingSettings) -> list[LogitsProcessor]:
-    """Return the processors that use prompt and output; they come before any others."""
+    """Return the processors that use prompt and output; they run before all others."""
     processors: list[LogitsProcessor] = []
     penalty = settings.repetition_penalty
     if penalty is not None and penalty != 1:
@@ -110,7 +110,7 @@ def penalties_of(settings: SamplingSettings) -> list[LogitsProcessor]:
 
 
 def count_penalties_of(settings: SamplingSettings) -> list[LogitsProcessor]:
-    """Return the processors that use only the output; they come right after `penalties_of`."""
+    """Return the processors that use only the output; they run right after `penalties_of`."""
     presence = settings.presence_penalty or 0.0
     frequency = settings.frequency_penalty or 0.0
     is_needed = presence != 0 or frequency != 0
@@ -118,15 +118,15 @@ def count_penalties_of(settings: SamplingSettings) -> list[LogitsProcessor]:
 
 
 class Warping:
-    """The processors of sampling, which come after all others and use no tokens.
+    """The processors of sampling, which run after all others and use no tokens.
 
-    A single row on a CPU is first reduced to the tokens that may stay.
+    On a CPU, a single row is first reduced to the tokens that may remain.
 
     Args:
-        settings: determine the processors.
+        settings: the settings that determine the processors.
 
     Attributes:
-        processors: all processors, in transformers' order; empty if tokens are not drawn.
+        processors: all processors, in transformers' order; empty if no setting applies.
     """
 
     def __init__(self, settings: SamplingSettings) -> None:
@@ -149,7 +149,7 @@ class Warping:
         return torch.full_like(scores, -math.inf).index_copy_(1, tokens, kept)
 
     def _candidates(self, scores: torch.Tensor) -> torch.Tensor | None:
-        """Return int64[n], tokens that may stay; `None` if finding them does not pay."""
+        """Return int64[n], the tokens that may remain; `None` if a search would not pay off."""
         settings = self._settings
         if settings.top_k:
             least = torch.topk(scores, min(settings.top_k, len(scores))).values[-1]
@@ -176,13 +176,13 @@ def applied(
 ) -> torch.Tensor:
     """Return [rows, vocabulary], the logits after all processors in order.
 
-    `LogitsProcessorList` does the same, but inspects every signature on every call.
+    `LogitsProcessorList` does the same, but inspects every signature in every call.
 
     Args:
         processors: the processors to apply.
         tokens: int64[rows, n], the tokens before each row; `None` for processors that do not use
             them.
-        scores: float32[rows, vocabulary]; may be written to.
+        scores: float32[rows, vocabulary], the logits; they may be overwritten.
     """
     processed: Any = scores
     preceding: Any = tokens
@@ -193,14 +193,14 @@ def applied(
 
 
 class Processing:
-    """The processing of the target's logits before a token is chosen.
+    """Processes the target's logits before a token is chosen.
 
-    The order is transformers': repetition penalty, frequency and presence penalty, the caller's
-    processors, the constraint, then temperature, top-k, top-p and min-p.
+    The order is that of transformers: repetition penalty, frequency and presence penalty, the
+    caller's processors, the constraint, then temperature, top-k, top-p and min-p.
 
     Args:
-        settings: determine the penalties and the processors of sampling.
-        processors: further processors; each may use tokens and keep state, unless its class is
+        settings: the settings that determine the penalties and the processors of sampling.
+        processors: the caller's processors; each may use tokens and keep state, unless its class is
             known to do neither.
         constraint: which tokens may be chosen.
     """
@@ -227,12 +227,12 @@ class Processing:
 
     @property
     def is_empty(self) -> bool:
-        """Whether logits stay unchanged."""
+        """Whether logits are left unchanged."""
         return self.memory is None and not self.all_processors
 
     @property
     def is_of_settings(self) -> bool:
-        """Whether only the settings of sampling, which use no tokens, are applied."""
+        """Whether only sampling settings apply, which use no tokens."""
         return self.is_blind and not self._processors
 
     @property
@@ -256,9 +256,9 @@ class Processing:
         """Apply the processors that may use tokens.
 
         Args:
-            tokens: int64[rows, n], the tokens before each row; `None` if no processor uses them.
-            scores: float32[rows, vocabulary]; may be written to.
-            num_prompt_tokens: how many of these tokens are the prompt.
+            tokens: int64[rows, n], the tokens before each row; `None` if no processor uses tokens.
+            scores: float32[rows, vocabulary], the logits; they may be overwritten.
+            num_prompt_tokens: number of prompt tokens at the start of `tokens`.
         """
         scores = applied(self._penalties, tokens, scores)
         if tokens is not None and self._count_penalties:
@@ -267,12 +267,12 @@ class Processing:
 
 
 class PathScores:
-    """One pass's processed logits, computed on demand.
+    """The processed logits of one pass, computed on demand.
 
     Args:
         processing: the processing of the logits.
-        tree: N nodes.
-        logits: [1 + N, vocabulary], the target's logits; they are not changed.
+        tree: the verified tree, N nodes.
+        logits: [1 + N, vocabulary], the target's logits; they are not overwritten.
         context: the sequence that the tree continues.
     """
 
@@ -288,11 +288,10 @@ class PathScores:
         self._states: dict[int, Any] = {}
 
     def of(self, rows: slice) -> torch.Tensor:
-        """Return float32[rows, vocabulary], the logits after the last token (0) or node row - 1.
+        """Return float32[rows, vocabulary]: row 0 is after the last token, row n + 1 after node n.
 
         Args:
-            rows: any rows if the processing is blind; otherwise one, after that of its node's
-                parent.
+            rows: any rows if the processing is blind; otherwise one row, after that of the parent.
         """
         processing = self._processing
         scores = self._logits[rows].to(torch.float32, copy=True)
@@ -316,7 +315,7 @@ class PathScores:
         return self._tokens[row]
 
     def _state(self, row: int) -> Any:
-        """Return the constraint's state before a row."""
+        """Return the constraint's state after the tokens before a row."""
         memory = self._processing.memory
         if memory is None:
             return None

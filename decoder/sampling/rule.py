@@ -41,15 +41,15 @@ from retriever.tree import DraftTree
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProcessedRule:
-    """A rule that chooses from processed logits.
+    """An accept rule that chooses tokens from processed logits.
 
-    A row is processed when the path reaches it. If no processor uses more than the row and the
-    logits are on another device, all rows are processed in advance: in the pass itself, if a
-    `selection` was requested.
+    A row is processed when the path reaches it. If processors use only the row, and the logits are
+    on another device, all rows are processed in advance; if a `selection` was requested, in the
+    pass itself.
 
     Attributes:
         settings: how tokens are chosen.
-        processing: processing of the logits before a choice.
+        processing: the processing of logits before a token is chosen.
         seed: seed of the random numbers.
     """
 
@@ -58,11 +58,11 @@ class ProcessedRule:
     seed: int
 
     def __call__(self, tree: DraftTree, logits: torch.Tensor, context: PassContext) -> Acceptance:
-        """Accept the path that the target's choices follow.
+        """Accept the path along the tokens that the target chooses.
 
         Raises:
-            DeadEndError: no token is possible after the committed ones.
-            InvalidLogitsError: the logits after them are NaN.
+            DeadEndError: no token is possible after the committed tokens.
+            InvalidLogitsError: the logits after the committed tokens are NaN.
         """
         chosen = self._selected(logits, context)
         if chosen is not None:
@@ -81,7 +81,7 @@ class ProcessedRule:
         return _possible(tree, logits, (path, token))
 
     def forced(self, tenant: str) -> ForcedDrafts | None:
-        """Return the tokens that the constraint forces in one output; `None` if it cannot tell."""
+        """Return a source of the tokens that a grammar forces; `None` without a grammar."""
         memory = self.processing.memory
         callers = (each.grammar for each in self.processing.callers if _is_grammar(each))
         grammar = next(callers, None) if memory is None else memory.constraint
@@ -89,13 +89,13 @@ class ProcessedRule:
 
     @property
     def drawing(self) -> Drawing | None:
-        """How tokens are drawn if only settings are applied, which use no tokens."""
+        """How tokens are sampled if only sampling settings apply; otherwise `None`."""
         if self.settings.is_greedy or not self.processing.is_of_settings:
             return None
         return SettingsDrawing(replace(self.settings, seed=None, coupled=True))
 
     def selection(self, tree: DraftTree, context: PassContext) -> Selection | None:
-        """Return how a pass chooses after all rows; `None` if drawn drafts have to be judged."""
+        """Return how a pass itself samples all rows' tokens; `None` if only the rule can choose."""
         drawing = self.drawing
         choice = None if drawing is None else self._choice(tree, context)
         if drawing is None or not isinstance(choice, Draw):
@@ -124,10 +124,11 @@ class ProcessedRule:
 
 @dataclass(frozen=True, slots=True)
 class SettingsDrawing:
-    """Draws with settings that use no tokens; a `Drawing`.
+    """A `Drawing` that samples with settings that use no earlier tokens.
 
     Attributes:
-        settings: the settings; equal ones draw the same, because random numbers are given.
+        settings: the sampling settings; equal settings choose the same tokens, because random
+            numbers are passed in.
     """
 
     settings: SamplingSettings
@@ -142,14 +143,14 @@ def accept_rule(
     processors: Sequence[LogitsProcessor] = (),
     constraint: Constraint[Any] | None = None,
 ) -> AcceptRule:
-    """Return the rule that preserves the target's distribution under some settings.
+    """Return the accept rule that preserves the target's distribution under sampling settings.
 
     Args:
         settings: how tokens are chosen; greedy by default.
-        processors: logits processors of transformers, applied along each path with all tokens
-            before a row as `input_ids`. They may keep state: each position of the output is shown
-            once, in order, and no rejected token.
-        constraint: which tokens may be chosen.
+        processors: transformers' logits processors, applied along each path with all tokens before
+            a row as `input_ids`. They may keep state: they see each position of the output once, in
+            order, and never a rejected token.
+        constraint: decides which tokens may be chosen.
     """
     settings = SamplingSettings() if settings is None else settings
     processing = Processing(settings, processors, constraint)
@@ -164,7 +165,7 @@ def _is_grammar(processor: LogitsProcessor) -> TypeGuard[GrammarProcessor]:
 
 
 def _possible(tree: DraftTree, logits: torch.Tensor, acceptance: Acceptance) -> Acceptance:
-    """Accept the path up to a dead end; the next pass, which starts there, raises the error."""
+    """Accept the path up to a dead end; the next pass starts there and raises the error."""
     path, token = acceptance
     if token != NOTHING:
         return acceptance

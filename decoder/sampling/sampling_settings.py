@@ -1,4 +1,4 @@
-"""How the next token is chosen: temperature, truncation, penalties and randomness."""
+"""Settings of how the next token is chosen: temperature, truncation, penalties and randomness."""
 
 import math
 from collections.abc import Callable
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 _MIN_TEMPERATURE: Final = 1e-5
-"""At this temperature a difference of 0.001 between two logits is already a factor of e^100: lower
-temperatures would differ from greedy decoding only by rounding."""
+"""Lowest temperature above 0. At this temperature a difference of 0.001 between two logits already
+means a factor of e^100; lower temperatures would differ from greedy decoding only by rounding."""
 
 _TRUNCATIONS: Final = ("top_k", "top_p", "min_p")
 _STATED_PENALTIES: Final = ("repetition_penalty",)
@@ -26,30 +26,30 @@ _SEEDS: Final = 2**64
 class SamplingSettings:
     """How tokens are chosen; settings that are `None` are not applied.
 
-    They have the same meaning as in transformers and are applied in its order: repetition penalty,
+    Settings mean the same as in transformers and apply in the same order: repetition penalty,
     frequency and presence penalty, temperature, top-k, top-p, min-p.
 
     Attributes:
-        temperature: logits are divided by it; 0 takes the most probable token.
-        top_k: only the k most probable tokens may be drawn; 0 for all.
-        top_p: only the most probable tokens that together have this probability, above 0 and at
-            most 1 (Holtzman et al., 2020, arXiv:1904.09751).
-        min_p: only tokens with at least this share of the greatest probability, 0 to 1 (Nguyen et
-            al., 2024, arXiv:2407.01082).
-        repetition_penalty: divides positive logits of tokens in prompt and output, multiplies
-            negative ones, above 0 (Keskar et al., 2019, arXiv:1909.05858).
+        temperature: divisor of the logits; with 0 the most probable token is chosen.
+        top_k: only the k most probable tokens may be chosen; 0 for all.
+        top_p: only the most probable tokens that together have this probability may be chosen,
+            above 0 and at most 1 (Holtzman et al., 2020, arXiv:1904.09751).
+        min_p: only tokens with at least this share of the greatest probability may be chosen, 0 to
+            1 (Nguyen et al., 2024, arXiv:2407.01082).
+        repetition_penalty: divides positive logits of tokens in prompt and output, and multiplies
+            negative logits, above 0 (Keskar et al., 2019, arXiv:1909.05858).
         presence_penalty: subtracted from the logits of tokens in the output, -2 to 2.
-        frequency_penalty: subtracted once for each occurrence, -2 to 2.
-        seed: makes sampling repeatable, from 0 to 2**64 - 1; `None` for a random one.
-        coupled: whether random numbers belong to positions, so that a seed gives the same output
-            with any drafts. Otherwise they belong to passes, drafts drawn from a model's
-            distribution are accepted based on that distribution, and the output of a seed depends
-            on the drafter.
+        frequency_penalty: subtracted from a token's logit once for each occurrence in the output,
+            -2 to 2.
+        seed: makes sampling repeatable, from 0 to 2**64 - 1; `None` for a random seed.
+        coupled: whether random numbers depend on positions, so that a seed gives the same output
+            with any drafts. Otherwise they depend on passes, sampled drafts are accepted based on
+            the distribution from which they were sampled, and the output of a seed depends on the
+            drafter.
 
     Raises:
         InvalidSettingsError: a value is out of its range.
-        ContradictoryOptionsError: a setting that only applies to sampling is given at temperature
-            0.
+        ContradictoryOptionsError: a setting that has no effect at temperature 0 is given.
     """
 
     flags_title: ClassVar[str] = "Sampling"
@@ -58,22 +58,20 @@ class SamplingSettings:
     top_k: Annotated[
         int | None,
         RARE,
-        Field(ge=0, description="Draw from this many most probable tokens; 0: from all."),
+        Field(ge=0, description="Sample from this many most probable tokens; 0: from all."),
     ] = None
     top_p: Annotated[
         float | None,
         Field(
             gt=0,
             le=1,
-            description="Draw from the most probable tokens with this mass, above 0 and at most 1.",
+            description="Sample from the most probable tokens with this total probability.",
         ),
     ] = None
     min_p: Annotated[
         float | None,
         RARE,
-        Field(
-            ge=0, le=1, description="Draw from tokens with this share of the greatest probability."
-        ),
+        Field(ge=0, le=1, description="Only tokens with this share of the greatest probability."),
     ] = None
     repetition_penalty: Annotated[
         float | None,
@@ -81,8 +79,8 @@ class SamplingSettings:
         Field(
             gt=0,
             description="Above 0; makes tokens of prompt and output less probable; 1: none. "
-            "Default, as for --top-k, --top-p and --min-p: what the model's generation_config "
-            "states, if anything.",
+            "Default, as for --top-k, --top-p and --min-p: the value in the model's "
+            "generation_config, if any.",
         ),
     ] = None
     presence_penalty: Annotated[
@@ -93,7 +91,7 @@ class SamplingSettings:
     frequency_penalty: Annotated[
         float | None,
         RARE,
-        Field(ge=-2, le=2, description="The same, once for each occurrence of a token."),
+        Field(ge=-2, le=2, description="Subtracted again for each occurrence in the output."),
     ] = None
     seed: Annotated[
         int | None,
@@ -121,7 +119,7 @@ class SamplingSettings:
         """Return the settings of a model's generation_config.
 
         Raises:
-            InvalidSettingsError: it states a value out of its range.
+            InvalidSettingsError: the generation_config sets a value that is out of its range.
         """
         samples = bool(getattr(config, "do_sample", None))
         stated = getattr(config, "temperature", None)

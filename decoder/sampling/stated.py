@@ -1,4 +1,4 @@
-"""Options of a model's generation_config: which ones a rule applies and which not."""
+"""Options of a model's generation_config: which an accept rule applies, and which it does not."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -33,17 +33,17 @@ _FOLLOWED_ALONG_PATHS: Final = (
     "remove_invalid_values",
     "suppress_tokens",
 )
-"""Options whose processors are stateless and do not depend on where the prompt ends."""
+"""Options whose processors keep no state and do not depend on where the prompt ends."""
 
 
 def stated_processors(model: PreTrainedModel, stop_ids: Sequence[int]) -> list[LogitsProcessor]:
     """Return processors for options of a model's generation_config beyond sampling settings.
 
-    They come after the repetition penalty, in transformers' order.
+    The processors run after the repetition penalty, in transformers' order.
 
     Args:
         model: the model; its generation_config is read.
-        stop_ids: tokens that end a sequence.
+        stop_ids: ids of the tokens that end a sequence.
     """
     stated = getattr(model, "generation_config", None)
     values = {name: getattr(stated, name, None) for name in _FOLLOWED_ALONG_PATHS}
@@ -53,19 +53,19 @@ def stated_processors(model: PreTrainedModel, stop_ids: Sequence[int]) -> list[L
 def unapplied_settings(
     model: PreTrainedModel, stop_ids: Sequence[int], rule: AcceptRule = accept_greedy
 ) -> dict[str, Any]:
-    """Return the settings that `model.generate` would apply but a rule does not.
+    """Return the settings that `model.generate` would apply but the rule does not.
 
-    `model.generate` takes options that its caller does not set from the model's own
-    generation_config. Each setting is tried separately: it counts if it leads to another generation
-    mode, another ending, or a type of logits processor that the rule lacks.
+    If the caller of `model.generate` does not set an option, the model's generation_config applies.
+    Each setting is tried separately: it counts if it leads to another generation mode, another
+    stopping condition, or a type of logits processor that the rule lacks.
 
     Args:
         model: the model; its generation_config is read.
-        stop_ids: tokens that end a sequence.
+        stop_ids: ids of the tokens that end a sequence.
         rule: the acceptance rule; settings that only apply to sampling count if it samples.
 
     Returns:
-        The settings by name.
+        The values of these settings by name.
     """
     stated = getattr(model, "generation_config", None)
     settings = {} if stated is None else vars(stated)
@@ -109,11 +109,11 @@ def _kind(processor: LogitsProcessor) -> type[LogitsProcessor]:
 
 
 def _config(values: dict[str, Any], stop_ids: Sequence[int], model: PreTrainedModel) -> Any:
-    """Return a GenerationConfig with these values, as prepared by `generate`."""
+    """Return a GenerationConfig with these values, prepared as `generate` does."""
     config: Any = GenerationConfig()  # type: ignore[no-untyped-call]  # not typed there
     for name, value in values.items():
         setattr(config, name, value)
-    # Some processors need a stop token, but any one will do.
+    # Some processors need a stop token, but any token will do.
     stops = torch.tensor(list(stop_ids) or [0], device=torch.device(model.device))
     config._eos_token_tensor = stops  # noqa: SLF001  as generate does
     return config

@@ -1,11 +1,11 @@
-"""Parts shared by acceptance rules: random numbers, walking down a tree, drawing tokens.
+"""Parts that accept rules share: random numbers, sampling of tokens, and sampled draft trees.
 
 The rules of this package let the target choose a token after a node and follow the child with that
-token. The target's own choice is kept at every position, so the output is the target's, regardless
-of the drafts. For drafts that are certain of their token (they name it and give no distribution)
-this is speculative sampling (Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023,
-arXiv:2302.01318) with q = 1: a token is kept with its probability under the target, and a draw that
-disagrees is already distributed as the residual.
+token. The output has the target's own choice at every position, so it is the target's output with
+any drafts. For draft tokens without a distribution, this is speculative sampling (Leviathan et al.,
+2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318) with q = 1: a draft token is accepted
+with its probability under the target, and a different sampled token is already distributed as the
+residual.
 """
 
 from collections.abc import Callable
@@ -32,10 +32,10 @@ class PassContext:
     Attributes:
         sequence: number of the sequence in its decoder.
         tokens: int32[n], the committed tokens, prompt included; read-only.
-        num_prompt_tokens: how many of them are the prompt.
-        choices: the choices that the pass computed with its logits, if any.
-        goes_on: called with each token of the output as soon as it is chosen; if it returns false,
-            the rest of the pass is not used. `None` if there is no listener.
+        num_prompt_tokens: number of prompt tokens at the start of `tokens`.
+        choices: the tokens that the pass itself chose from its logits, if any.
+        goes_on: called with each output token as soon as it is chosen; if it returns false, the
+            rest of the pass is dropped. `None` if nothing needs to be called.
     """
 
     sequence: int
@@ -46,29 +46,29 @@ class PassContext:
 
     @property
     def position(self) -> int:
-        """Position of the token after the last committed one, counted from the prompt's start."""
+        """Position of the next token, counted from the start of the prompt."""
         return len(self.tokens)
 
     @property
     def generated(self) -> TokenIds:
-        """int32[n], the output so far."""
+        """Return int32[n], the output so far."""
         return self.tokens[self.num_prompt_tokens :]
 
 
 Drawing = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""How a captured pass draws tokens before any path is known; rules that use the tree or earlier
-tokens have no drawing. It takes logits, [n, vocabulary] with n at least 2, which it must not write
-to, and a random number for each row, float64[n], and returns tokens, int64[n]. The result must
-depend only on these, and equal drawings (==) must compute the same."""
+"""Samples tokens within a pass captured in a CUDA graph, before any path is known. It takes logits,
+[n, vocabulary] with n at least 2, which it must not overwrite, and a random number for each row,
+float64[n]. It returns tokens, int64[n]. The result must depend only on these arguments, and equal
+drawings (==) must compute the same. Rules that use the tree or earlier tokens have no drawing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selection:
-    """A rule's request to a pass to choose tokens after a reading's rows, before a path is known.
+    """A rule's request that the pass itself choose a token after each row of a reading.
 
     Attributes:
-        rule: the requesting rule.
-        drawing: how tokens are chosen.
+        rule: the rule that makes the request.
+        drawing: the function that samples the tokens.
         points: float64[rows], the random number of each row.
     """
 
@@ -79,38 +79,38 @@ class Selection:
 
 @runtime_checkable
 class ForcingRule(Protocol):
-    """A rule that allows only one possible token at some positions."""
+    """A rule that forces the token at some positions, because it allows only one."""
 
     def forced(self, tenant: str) -> "ForcedDrafts | None":
-        """Return the forced tokens in one output of a tenant; `None` if unknown."""
+        """Return the source of an output's forced tokens; `None` if there is none."""
         ...
 
 
 @runtime_checkable
 class SelectingRule(Protocol):
-    """A rule that can choose after all rows at once."""
+    """A rule that can choose the tokens after all rows at once."""
 
     @property
     def drawing(self) -> Drawing | None:
-        """How tokens are drawn; `None` if choices depend on the path before them."""
+        """How tokens are sampled; `None` if a token depends on the path before it."""
         ...
 
     def selection(self, tree: DraftTree, context: PassContext) -> Selection | None:
-        """Return the selection for a pass; `None` if it cannot be stated in advance."""
+        """Return the selection for a pass; `None` if the pass cannot choose tokens itself."""
         ...
 
 
 class ChoiceTable:
-    """A pass's results about its rows, on its device; one download fetches all of them.
+    """A pass's results for all its rows, on the device; one copy to the host fetches all of them.
 
     Args:
-        values: int32[rows, 3 + 2 * k]: the most probable token after each row, whether such tokens
-            lead to the row, the token that a rule's selection chose, the k likeliest tokens, and
-            the bits of their logits in single precision.
+        values: int32[rows, 3 + 2 * k]: for each row, the most probable token after it, whether the
+            most probable tokens lead to the row, the token that a rule's selection chose, the k
+            likeliest tokens, and the bits of their logits in single precision.
     """
 
     SELECTED: Final = 2
-    """Column of the tokens chosen by selections."""
+    """Column of the tokens that selections chose."""
 
     NUM_CHOICES: Final = 3
     """Number of columns before the likeliest tokens."""
@@ -120,19 +120,19 @@ class ChoiceTable:
 
     @cached_property
     def values(self) -> NDArray[np.int32]:
-        """The values, on the host."""
+        """Return int32[rows, 3 + 2 * k], the table on the host."""
         found: NDArray[np.int32] = self._values.cpu().numpy()
         return found
 
 
 class Choices:
-    """Choices from a reading's logits, computed in the pass that made the logits.
+    """Tokens chosen from a reading's logits within the pass that computed the logits.
 
     Args:
-        table: table of the pass.
-        rows: rows of the reading: after its last token and after each node of its tree.
-        logits: [rows, vocabulary], the logits of these choices.
-        selection: the selection with which the pass chose, if any.
+        table: the results of the pass.
+        rows: the reading's rows in the table: after its last token and after each node of its tree.
+        logits: [rows, vocabulary], the logits from which the tokens were chosen.
+        selection: the selection that the pass made for a rule, if any.
     """
 
     def __init__(
@@ -146,17 +146,17 @@ class Choices:
         self._selection = selection
 
     def are_of(self, logits: torch.Tensor) -> bool:
-        """Return whether the choices are of exactly these logits, which no rule has changed."""
+        """Return whether the tokens were chosen from exactly these logits."""
         return logits is self._logits
 
     def greedy(self) -> Acceptance:
-        """Return the path of the most probable tokens and the token after it."""
+        """Return the path along the most probable tokens, and the token after the path."""
         values = self._table.values[self._rows]
         path = np.flatnonzero(values[1:, 1])
         return path, int(values[path[-1] + 1 if len(path) else 0, 0])
 
     def selected_for(self, rule: object) -> torch.Tensor | None:
-        """Return int64[rows], the pass's choices for a rule; `None` if it requested none."""
+        """Return int64[rows], the tokens that the pass chose for a rule, or `None`."""
         if self._selection is None or self._selection.rule is not rule:
             return None
         values = self._table.values[self._rows, self._table.SELECTED]
@@ -171,55 +171,55 @@ class Choices:
 
 
 AcceptRule = Callable[[DraftTree, torch.Tensor, PassContext], Acceptance]
-"""Decides the result of a pass: which path of its tree is accepted, and the token after it.
+"""Decides the result of a pass: the accepted path of the tree, and the token after the path.
 
-It gets a tree of N nodes and the target's logits, [1 + N, vocabulary], after the last token and
-after each node. It must not write to them or change anything else. The path goes from a child of
-the root down, each node a child of the one before, and the token is in the vocabulary. The rule
-calls `PassContext.goes_on` with each token as it is chosen and stops if that returns false;
-`follow` does so. An error that it raises ends only its own sequence.
+The rule gets a tree of N nodes and the target's logits, [1 + N, vocabulary], after the last token
+and after each node. It must not change these or anything else. The path starts with a child of the
+root; each further node is a child of the node before. The token must be in the vocabulary. The rule
+calls `PassContext.goes_on` with each chosen token and stops if that returns false; `follow` does
+so. An error in a rule ends only its own sequence.
 
-The rules here preserve the target's distribution. Your own rule need not: then the output is no
-longer the model's, and nothing checks that.
+The rules in this package preserve the target's distribution. Nothing checks whether your own rule
+does; if not, the output is no longer the model's.
 """
 
 _BLOCK = 256
-"""Tokens in a block of the two-level sum: about the square root of a usual vocabulary, so that the
-sums of blocks and those within one block take equally long."""
+"""Tokens in a block of the two-level sum: about the square root of a usual vocabulary size, so that
+the sums over blocks and within one block take equally long."""
 
 _PHILOX_WORDS = 4  # numbers per counter value
 
 
 def accept_greedy(tree: DraftTree, logits: torch.Tensor, context: PassContext) -> Acceptance:
-    """Follow the child that equals the target's most probable token.
+    """Accept the path along the target's most probable tokens.
 
     Args:
         tree: the verified tree, N nodes.
         logits: [1 + N, vocabulary], the target's logits after the last token and after each node.
-        context: context of the pass.
+        context: the sequence that the pass continues.
     """
     goes_on = context.goes_on
     if goes_on is None and context.choices is not None and context.choices.are_of(logits):
         return context.choices.greedy()
     if is_waited_for(logits):
         return follow(tree, lambda rows: logits[rows].argmax(dim=-1), goes_on, together=True)
-    # In bfloat16 the search takes five times as long as the conversion and the search.
+    # A search in bfloat16 takes five times as long as converting and searching.
     return follow(tree, lambda rows: logits[rows].float().argmax(dim=-1), goes_on, together=False)
 
 
 def is_waited_for(logits: torch.Tensor) -> bool:
-    """Return whether the host has to wait for logits: whether they are on another device.
+    """Return whether the host has to wait for logits, because they are on another device.
 
-    On a CPU only the needed rows are computed; on another device many rows take as long as one.
+    On a CPU only the needed rows are processed; on another device many rows take as long as one.
     """
     return logits.device.type != "cpu"
 
 
 def uniforms(seed: int, context: PassContext, count: int) -> NDArray[np.float64]:
-    """Return float64[count], random numbers of the positions from the context's end on.
+    """Return float64[count], the random numbers of the next positions after the context.
 
-    A number is a function of seed, sequence and position, from a counter-based generator (Philox:
-    Salmon et al., 2011, doi:10.1145/2063384.2063405).
+    A number depends only on seed, sequence and position: it comes from a counter-based generator
+    (Philox: Salmon et al., 2011, doi:10.1145/2063384.2063405).
     """
     block, skipped = divmod(context.position, _PHILOX_WORDS)
     source = np.random.Philox(key=np.array([seed, context.sequence], np.uint64), counter=block)
@@ -227,16 +227,16 @@ def uniforms(seed: int, context: PassContext, count: int) -> NDArray[np.float64]
 
 
 def drawn_numbers(seed: int, context: PassContext, shape: tuple[int, ...]) -> NDArray[np.float64]:
-    """Return float64[shape], random numbers of a pass, independent of those of positions."""
+    """Return float64[shape], the random numbers of a pass, independent of those of positions."""
     counter = np.array([0, context.position, 1, 0], np.uint64)
     source = np.random.Philox(key=np.array([seed, context.sequence], np.uint64), counter=counter)
     return np.random.Generator(source).random(shape)
 
 
 def draw(probabilities: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """Choose one token per row by inverting its cumulative distribution at a point.
+    """Sample a token for each row by inverting its cumulative distribution at a random number.
 
-    Probabilities are summed over blocks and then within one block, in double precision: a
+    Probabilities are summed over blocks and then within one block, in double precision. A
     single-precision sum over a large vocabulary would lose rare tokens, and `torch.multinomial`
     takes as long as a pass of a small model.
 
@@ -245,7 +245,7 @@ def draw(probabilities: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
         points: float64[rows], random numbers in [0, 1).
 
     Returns:
-        int64[rows]; an arbitrary token if a row has no positive sum.
+        int64[rows], the tokens; an arbitrary token if a row's sum is not positive.
     """
     rows, size = probabilities.shape
     length = min(size, _BLOCK)
@@ -259,31 +259,31 @@ def draw(probabilities: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
 
 
 def _first_above(ends: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """Return int64[rows, 1], the first entry above a point, at most the last despite rounding."""
+    """Return int64[rows, 1], the first entry above each point, or the last entry."""
     below_last = torch.nextafter(ends[:, -1:], torch.zeros_like(points))
     found = torch.searchsorted(ends, torch.minimum(points, below_last), right=True)
     return found.clamp(max=ends.shape[-1] - 1)  # for NaN rows no entry is found
 
 
 CERTAIN: Final = -1
-"""Row of a node that was not drawn: the drafter would have named it here in any case."""
+"""Row of a node that was not sampled: the drafter proposed it whatever was sampled."""
 
 
 class SampledTree(DraftTree):
-    """A draft tree that records how its nodes were drawn, so that verification can be exact.
+    """A draft tree that records how its nodes were sampled, so that verification can be exact.
 
-    Siblings with the same row were drawn from it one after another, in the order of their nodes,
-    without replacement. Whether a node is drafted, and its place, may depend on its ancestors and
-    earlier siblings, but never on its own token: a token that is kept because of its value no
-    longer follows the row's distribution. So probabilities of drawn nodes are estimates made before
-    their tokens were known.
+    Siblings with the same row were sampled from that distribution one after another, in the order
+    of their nodes, without replacement. Whether a node is drafted, and its place, may depend on its
+    ancestors and earlier siblings, but never on its own token: a token that is selected by its
+    value no longer follows the row's distribution. So probabilities of sampled nodes are estimates
+    made before their tokens were known.
 
-    A certain node would be here regardless of the draws among its ancestors' other children. A
-    token that is both drawn and certain below the same parent is a single, drawn node.
+    A certain node must not depend on samples among its ancestors' other children. A token that is
+    both sampled and certain below the same parent is a single, sampled node.
 
     Attributes:
-        proposals: float32[rows, vocabulary], the distributions drawn from, each summing to 1.
-        rows: int32[N], the row of `proposals` that a node was drawn from, or `CERTAIN`.
+        proposals: float32[rows, vocabulary], the distributions sampled from, each with sum 1.
+        rows: int32[N], the row of `proposals` from which each node was sampled, or `CERTAIN`.
     """
 
     __slots__ = ("proposals", "rows")
@@ -302,7 +302,7 @@ class SampledTree(DraftTree):
         self.rows = rows
 
     def prefix(self, num_nodes: int) -> Self:
-        """Return the tree of the first `num_nodes` nodes: the best one of that size."""
+        """Return the tree of the first `num_nodes` nodes, the best tree of that size."""
         if num_nodes >= len(self):
             return self
         return self.among(np.arange(len(self)) < num_nodes)

@@ -1,4 +1,4 @@
-"""Walking down a draft tree along the target's choices."""
+"""Walks down a draft tree along the tokens that the target chooses."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,16 +19,16 @@ def follow(
     *,
     together: bool,
 ) -> Acceptance:
-    """Walk down the tree while a child has the token chosen after its parent.
+    """Walk down the tree as long as a child has the token chosen after its parent.
 
     Args:
-        tree: N nodes.
-        choose: returns int64[n], an array or a tensor, the target's tokens for some rows: after the
-            last token for row 0, after node n for row n + 1.
-        goes_on: called with each token before the next is chosen; the walk ends if it returns
-            false.
-        together: whether all rows are chosen before the walk; otherwise only the rows on the path,
-            as it reaches them.
+        tree: the verified tree, N nodes.
+        choose: returns int64[n], an array or a tensor, the target's tokens for a slice of rows: row
+            0 is after the last token, row n + 1 after node n.
+        goes_on: called with each token before the next token is chosen; if it returns false, the
+            walk ends.
+        together: whether the tokens of all rows are chosen before the walk; otherwise only those of
+            rows on the path, when the walk reaches them.
     """
     edges = zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True)
     children = {edge: node for node, edge in enumerate(edges)}

@@ -81,7 +81,7 @@ def test_an_estimate_says_how_sure_it_is() -> None:
     nothing = observed(*[seen(1, 2.0)] * 40)
     assert "x plain decoding on this machine: nothing was drafted, because" in nothing.summary()
     useless = observed(*[seen(1, 3.2, 7)] * 40)
-    assert useless.summary().endswith("estimated from 40 passes: drafts do not pay here")
+    assert useless.summary().endswith("estimated from 40 passes: drafts do not pay off here")
 
 
 @pytest.mark.parametrize("load", [1 / 2.9, 2.9])
@@ -115,7 +115,7 @@ def test_an_estimate_is_withheld_where_costs_no_longer_hold(times: float) -> Non
     assert speedup.times_plain is None
     assert speedup.range is None
     assert speedup.report()["times_plain"] is None
-    assert speedup.summary().startswith("what drafts are worth here is not known now: passes take")
+    assert speedup.summary().startswith("the speedup from drafts is not known now: passes take")
 
 
 @pytest.mark.parametrize("target_s", [0.3, 1.0, 3.0, 9.0])

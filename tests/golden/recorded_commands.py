@@ -494,7 +494,7 @@ _CHANGING: Final[Mapping[str, str]] = {
     r"\b[\d.,]*\d( ?)(?=(m?s|us|%|[KMG]i?B|tokens/s)(\W|$))": r"#\1",
     r"on disk +[\d,]+": "on disk #",
     r"(?m)^(\d+ tokens, # tokens/s), .*": r"\1, #",
-    r"(?m)^([\d.]+x plain decoding|what drafts are worth here) .*": "#x plain decoding",
+    r"(?m)^([\d.]+x plain decoding|the speedup from drafts) .*": "#x plain decoding",
     r"(?m)^\d+\.\d min: .*\n": "",
     r"(max_\w*bytes): \d+": r"\1: #",
     r"(?m)^measuring what passes cost.*\n": "",

@@ -1,1 +1,1 @@
-"""The compiled inner loops of the drafters that run in the target's process."""
+"""Compiled inner loops of the drafters that run in the target's process."""

@@ -1,4 +1,4 @@
-"""Several draft trees of one sequence in one node numbering, as arrays for kernels."""
+"""Several draft trees of one sequence as arrays for kernels, with a common node numbering."""
 
 from typing import Final, NamedTuple
 
@@ -8,23 +8,23 @@ from numpy.typing import NDArray
 from retriever.kernels.compiling import kernel
 
 NOWHERE: Final = -1
-"""Stands for the node's number if a tree lacks the node."""
+"""Used instead of a node's number if a tree lacks the node."""
 
 LEAST_SHARE: Final = 1e-4
 MOST_SHARE: Final = 0.9995
-"""Shares of a parent's probability are clipped to these, so that log-odds lie between -9.2 and 7.6
-and a source that is confident and wrong can still be outweighed."""
+"""A node's share of its parent's probability is clipped to these bounds. So log-odds lie between
+-9.2 and 7.6, and other sources can outweigh a source that is confident but wrong."""
 
 
 class Forest(NamedTuple):
-    """Trees in one numbering: first a root for each tree, then the nodes of one tree after another.
+    """Draft trees with a common numbering: first each tree's root, then the nodes tree by tree.
 
     Attributes:
-        tokens: int32[M].
-        log_odds: float32[M], log-odds of a node given its parent.
-        first_child: int32[M], -1 for none.
-        next_sibling: int32[M], -1 for none.
-        sources: uint8[M].
+        tokens: int32[M], token id of each node.
+        log_odds: float32[M], log-odds of each node given its parent.
+        first_child: int32[M], number of each node's first child; -1 for none.
+        next_sibling: int32[M], number of each node's next sibling; -1 for none.
+        sources: uint8[M], the `Source` of each node.
     """
 
     tokens: NDArray[np.int32]
@@ -56,7 +56,7 @@ def plant(
     probabilities: NDArray[np.float32],
     sources: NDArray[np.uint8],
 ) -> int:
-    """Enter a tree's nodes from `start` on and return their end."""
+    """Enter a tree's nodes at the numbers from `start` on; return the number after the last one."""
     forest.first_child[tree] = -1
     for node in range(len(tokens)):
         place = start + node
@@ -78,13 +78,13 @@ def plant(
 def step_down(
     forest: Forest, places: NDArray[np.int32], below: NDArray[np.int32], token: int
 ) -> None:
-    """Set the node of the child with a given token, in each tree.
+    """In each tree, find the node's child that has a given token.
 
     Args:
         forest: the trees.
-        places: int32[trees], where each tree has the node, or `NOWHERE`.
-        below: int32[trees], set to the children.
-        token: token of the child.
+        places: int32[trees], the node's number in each tree, or `NOWHERE`.
+        below: int32[trees], set to the child's number in each tree, or `NOWHERE`.
+        token: token id of the child.
     """
     for tree in range(len(places)):
         child = NOWHERE

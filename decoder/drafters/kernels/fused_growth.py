@@ -1,4 +1,4 @@
-"""Growing one tree from the candidates of all sources, the most probable first."""
+"""Grows one tree from the candidates of all sources, the most probable first."""
 
 from typing import Final, NamedTuple
 
@@ -13,35 +13,36 @@ from retriever.kernels.compiling import kernel
 from retriever.kernels.tree_growth import candidate_of, key_of as rank_key, pop, push
 
 MAX_CANDIDATES: Final = 1 << 13
-"""Most candidates considered for one tree: 32 for each of 256 nodes. Further ones are dropped;
-since nodes are taken by descending probability, these are children of the least probable nodes."""
+"""Most candidates considered for one tree: 32 for each of 256 nodes. Further candidates are
+dropped. These are children of the least probable nodes, because nodes are added by descending
+probability."""
 
 
 _LISTING: Final = 4.0
 """Coefficient for the probability that one of a node's candidates is right, given the sum of their
-separate probabilities: 1 - exp(-4 sum). Candidates of a node exclude each other but are scored
-independently. With sums of 0.33, 0.5, 0.7, 0.95, 1.2 and 1.4, one of them was right in 63, 77, 80,
-95, 97 and 99% of cases. That fits 2.8; 4 yields more tokens, as do all greater values for sums up
-to one."""
+separate probabilities: 1 - exp(-4 sum). A node's candidates exclude each other, but each is scored
+independently. With sums of 0.33, 0.5, 0.7, 0.95, 1.2 and 1.4, one candidate was right in 63, 77,
+80, 95, 97 and 99% of cases. A coefficient of 2.8 fits this best; 4 yields more tokens, and so do
+all greater values for sums up to one."""
 
 _LEAST_TOTAL: Final = 1e-9
-"""Least sum to divide by, so that no sum is zero."""
+"""Lower bound of the sum, so that nothing is divided by zero."""
 
 
 class Growth(NamedTuple):
     """The growing tree and the candidates considered for it.
 
     Attributes:
-        tokens: int32[B], tokens of the tree.
-        parents: int32[B].
-        probabilities: float32[B].
-        sources: uint8[B].
-        places: int32[1 + B, trees + readers], the node's place in each given tree and its row in
-            each reader; row 0 is the root.
-        contexts: int32[1 + B, NUM_ORDERS], the last tokens at a node, the latest first.
+        tokens: int32[B], token id of each node.
+        parents: int32[B], each node's parent, or -1.
+        probabilities: float32[B], probability of each node.
+        sources: uint8[B], the `Source` of each node.
+        places: int32[1 + B, trees + readers], each node's number in each given tree and its row in
+            each drafting model's logits; row 0 is the root.
+        contexts: int32[1 + B, NUM_ORDERS], the last tokens at each node, the latest first.
         candidates: int32[C, 3], token, parent and source of each candidate.
         beliefs: float32[C], probability of each candidate.
-        heap: int64[C].
+        heap: int64[C], the heap of waiting candidates, by probability.
     """
 
     tokens: NDArray[np.int32]
@@ -56,7 +57,7 @@ class Growth(NamedTuple):
 
     @classmethod
     def of(cls, num_trees: int, max_nodes: int, num_readers: int = 0) -> "Growth":
-        """Allocate arrays for a tree of `max_nodes` nodes, grown from trees and readers."""
+        """Allocate arrays for a tree of `max_nodes` nodes, grown from trees and drafting models."""
         return cls(
             np.zeros(max_nodes, np.int32),
             np.zeros(max_nodes, np.int32),
@@ -83,21 +84,21 @@ def grow(
     min_probability: float,
     table_source: int,
 ) -> int:
-    """Grow a tree of at most `budget` nodes and return how many it has.
+    """Grow a tree of at most `budget` nodes; return its number of nodes.
 
     The caller sets row 0 of `growth.places` and `growth.contexts`.
 
     Args:
-        growth: filled with the tree.
-        siblings: scratch.
-        forest: the given trees.
+        growth: arrays that are filled with the tree.
+        siblings: scratch arrays for the candidates of one node.
+        forest: the trees to merge.
         table: the recycled logits.
-        weights: float64[NUM_SETS, S + 1, NUM_WEIGHTS].
-        hints: hints for the root's children.
-        readings: the readers' logits.
-        budget: most nodes.
-        min_probability: nodes less probable than this are left out.
-        table_source: the `Source` of candidates that only the table or a hint lists.
+        weights: float64[NUM_SETS, S + 1, NUM_WEIGHTS], the weights of the sources.
+        hints: likely tokens for the root's children.
+        readings: the drafting models' logits.
+        budget: most nodes of the tree.
+        min_probability: least probability of a node.
+        table_source: the `Source` label of candidates that only the table or a hint lists.
     """
     num_trees = growth.places.shape[1] - readings.labels.shape[1]
     nothing = Hints(hints.tokens[:0], hints.log_odds[:0])

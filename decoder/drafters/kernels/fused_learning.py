@@ -1,4 +1,4 @@
-"""Learning the weights of the sources from every committed token."""
+"""Learns the weights of the sources from every committed token."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,22 +35,22 @@ def learn(
     came: NDArray[np.int32],
     rate: float,
 ) -> None:
-    """Update the weights by one step for each candidate at each committed token.
+    """Update the sources' weights once for each candidate at each committed token.
 
-    Logistic regression with AdaGrad (Duchi et al., 2011).
+    The method is logistic regression with AdaGrad (Duchi et al., 2011).
 
     Args:
-        siblings: scratch.
+        siblings: scratch arrays for the candidates of one node.
         forest: the trees of the last draft.
         table: the recycled logits, as they were at the last draft.
-        weights: float64[NUM_SETS, S + 1, NUM_WEIGHTS], updated.
-        curvature: the same shape, sums of squared gradients, updated.
-        places: int32[2, trees + readers], scratch; row 0: the place of the last committed token in
-            each tree and reader.
+        weights: float64[NUM_SETS, S + 1, NUM_WEIGHTS], the weights of the sources; updated.
+        curvature: float64 of the same shape, sums of squared gradients; updated.
+        places: int32[2, trees + readers], scratch. Row 0 must hold the number of the last committed
+            token in each tree and its row in each drafting model's logits.
         context: int32[NUM_ORDERS], the last tokens before `came`, the latest first; updated.
-        hints: those of the last draft.
-        readings: the readers' logits for the last draft.
-        came: int32[T], the committed tokens.
+        hints: the hints of the last draft.
+        readings: the drafting models' logits for the last draft.
+        came: int32[T], the tokens committed after the draft.
         rate: the learning rate.
     """
     num_trees = places.shape[1] - readings.labels.shape[1]
@@ -83,7 +83,7 @@ def _correct(
     error: float,
     rate: float,
 ) -> None:
-    """Update the weights that a candidate was scored with."""
+    """Update the weights that scored a candidate."""
     num_sources = len(siblings.known)
     _descend(weights[num_sources], curvature[num_sources], BIAS, error, rate)
     for source in range(num_sources):

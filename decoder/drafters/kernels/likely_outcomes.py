@@ -1,4 +1,4 @@
-"""The likeliest outcomes of a pass: how much of a tree is accepted and which token follows."""
+"""Finds the likeliest outcomes of a pass: the accepted path of a tree and the token after it."""
 
 from typing import Final, NamedTuple
 
@@ -11,26 +11,27 @@ from retriever.kernels.compiling import kernel
 from retriever.tree import ROOT
 
 LOOKED_AT: Final = 2048
-"""Last tokens of a sequence that are searched for successors: on recorded edits of code 512 find 1
-to 3 percentage points less, 4096 the same."""
+"""Number of last tokens of a sequence that are searched for successors. On recorded edits of code,
+512 tokens find 1 to 3 percentage points fewer outcomes, 4096 find as many."""
 
 GUESSED: Final = 0.6
-"""Weight of a guess relative to a node that the drafter proposed: if guesses share all the
-probability that the drafter leaves, they are right 0.4 to 0.65 times as often on edits, agents and
-chats."""
+"""Weight of a guessed token relative to a node that the drafter proposed. If guesses share all the
+probability that the drafter leaves, they are right 0.4 to 0.65 times as often as their probability
+says, on edits, agents and chats."""
 
 TRUSTED: Final = 0.5
 """Share of the remaining probability for the target's likely tokens after the same context, if the
-table has them; the rest is for the sequence's own successors of the context."""
+table lists them. The rest is for tokens that followed the context in the sequence."""
 
 NUM_FREQUENT: Final = 24
-"""Most frequent tokens to guess at any position: line ends and common words."""
+"""Number of the sequence's most frequent tokens, such as line ends, that are guessed after any
+node."""
 
 _MOST_SUCCESSORS: Final = 64
-"""Most occurrences of a token that are examined, the latest first."""
+"""Most occurrences of a context's last token that are examined, the latest first."""
 
 _LEAST_LEFT: Final = 1e-4
-"""If less probability than this is left for tokens that the drafter does not propose, none is
+"""Least probability left for tokens that the drafter does not propose: below it, no token is
 guessed."""
 
 _HASH: Final = 0x9E3779B1
@@ -40,9 +41,9 @@ class Nodes(NamedTuple):
     """The arrays of a draft tree.
 
     Attributes:
-        tokens: int32[N].
-        parents: int32[N], `ROOT` or an earlier node.
-        probabilities: float32[N].
+        tokens: int32[N], token id of each node.
+        parents: int32[N], each node's parent: `ROOT` or an earlier node.
+        probabilities: float32[N], probability of each node.
     """
 
     tokens: NDArray[np.int32]
@@ -51,24 +52,24 @@ class Nodes(NamedTuple):
 
 
 class LikelyOutcomes(NamedTuple):
-    """The likeliest outcomes so far, by descending score.
+    """The likeliest outcomes found so far, by descending score, and scratch arrays.
 
     Attributes:
-        nodes: int32[M], the last accepted node, or `ROOT`.
+        nodes: int32[M], the last accepted node of each outcome, or `ROOT`.
         tokens: int32[M], the token after that node.
-        scores: float64[M], estimated probability of the outcome.
-        places: int32[P], the row of each proposed node in the verified tree, where 0 is the root
-            and n + 1 is node n; `NOWHERE` if it is not verified.
-        left: float64[1 + V], probability left at each row for tokens in neither tree.
-        depths: int32[1 + V], depth of each row in tokens.
-        guessed: int32[G], candidates after one node.
-        shares: float64[G], probability share of each candidate.
+        scores: float64[M], estimated probability of each outcome.
+        places: int32[P], row of each proposed node in the verified tree, where row 0 is the root
+            and row n + 1 is node n; `NOWHERE` if the node is not verified.
+        left: float64[1 + V], for each row, the probability left for tokens in neither tree.
+        depths: int32[1 + V], depth of each row; 0 for the root.
+        guessed: int32[G], the tokens guessed after one node.
+        shares: float64[G], share of probability of each guessed token.
         frequent: int32[NUM_FREQUENT], the sequence's most frequent tokens.
-        counts: int32[NUM_FREQUENT], how often each occurs; 0 for unused places.
+        counts: int32[NUM_FREQUENT], how often each frequent token occurs; 0 for unused places.
         slots: int32[S, 2], hash table of tokens and their counts; S is a power of two.
         context: int32[NUM_ORDERS], the last tokens at a node, the latest first.
-        successors: int32[K, 3], a token after the context, how often it follows the last token, and
-            how often the last two.
+        successors: int32[K, 3], a token that followed the context's last token, how often it did,
+            and how often it followed the pair of the last two tokens.
     """
 
     nodes: NDArray[np.int32]
@@ -87,7 +88,7 @@ class LikelyOutcomes(NamedTuple):
 
     @classmethod
     def of(cls, most: int, num_proposed: int, num_verified: int, table: Table) -> "LikelyOutcomes":
-        """Allocate arrays for `most` outcomes of a pass."""
+        """Allocate arrays for up to `most` outcomes of a pass."""
         num_guessed = _MOST_SUCCESSORS + NUM_FREQUENT + table.tokens.shape[1]
         return cls(
             np.empty(most, np.int32),
@@ -115,20 +116,20 @@ def find_outcomes(
     verified: Nodes,
     max_tokens: int,
 ) -> int:
-    """Find the likeliest outcomes of verifying a tree and return their number.
+    """Find the likeliest outcomes of verifying a tree; return their number.
 
-    A pass ends with a token that the tree lacks. Nodes that the drafter proposed but that are not
-    verified keep their probability. The probability left for other tokens is shared among the
-    tokens that the target found likely after the same context, the tokens that followed the context
-    in the sequence (back-off from two tokens to one, as in Witten and Bell, doi:10.1109/18.87000),
-    and the sequence's most frequent tokens.
+    An outcome ends with a token that the verified tree lacks. Nodes that the drafter proposed but
+    that are not verified keep their probability. The remaining probability is shared among three
+    kinds of tokens. The first are tokens that the target found likely after the same context. The
+    second are tokens that followed the context in the sequence (back-off from two tokens to one, as
+    in Witten and Bell, doi:10.1109/18.87000). The third are the sequence's most frequent tokens.
 
     Args:
-        found: filled with the outcomes.
-        last: int32[W], the last committed tokens, at least one; at most `LOOKED_AT`.
+        found: arrays that are filled with the outcomes.
+        last: int32[W], the last committed tokens, W from 1 to `LOOKED_AT`.
         table: the recycled logits.
         proposed: the tree that the drafter proposed, P nodes.
-        verified: the tree that is verified, V nodes; any tree.
+        verified: the tree that the pass verifies, V nodes; any tree.
         max_tokens: most tokens of an outcome.
     """
     _measure(found, verified)
@@ -152,7 +153,7 @@ def find_outcomes(
 
 @kernel()
 def _measure(found: LikelyOutcomes, verified: Nodes) -> None:
-    """Set each row's probability without its children, and its depth."""
+    """Set each row's depth, and its probability without its children's."""
     found.left[0], found.depths[0] = 1.0, 0
     for node in range(len(verified.parents)):
         above = verified.parents[node] + 1
@@ -165,7 +166,7 @@ def _measure(found: LikelyOutcomes, verified: Nodes) -> None:
 def _enter_proposed(
     found: LikelyOutcomes, proposed: Nodes, verified: Nodes, max_tokens: int
 ) -> int:
-    """Enter unverified proposed nodes whose parent is verified; return their number."""
+    """Enter proposed nodes that are not verified but whose parent is; return their number."""
     count = 0
     for node in range(len(proposed.tokens)):
         parent, token = proposed.parents[node], proposed.tokens[node]
@@ -184,7 +185,7 @@ def _enter_proposed(
 
 @kernel()
 def _row_of(likely: int, row: int, token: int, verified: Nodes) -> int:
-    """Return the row of a row's child, or `NOWHERE`; node `likely` is tried first."""
+    """Return the row of a row's child with a given token, or `NOWHERE`; try node `likely` first."""
     tokens, parents = verified.tokens, verified.parents
     if likely < len(tokens) and parents[likely] == row - 1 and tokens[likely] == token:
         return likely + 1
@@ -202,7 +203,7 @@ def _is_verified(row: int, token: int, verified: Nodes) -> bool:
 
 @kernel()
 def _is_proposed(found: LikelyOutcomes, row: int, token: int, proposed: Nodes) -> bool:
-    """Return whether the drafter proposes a token after a row."""
+    """Return whether the drafter proposed a token after a row."""
     for node in range(len(proposed.tokens)):
         if proposed.tokens[node] == token:
             parent = proposed.parents[node]
@@ -213,7 +214,7 @@ def _is_proposed(found: LikelyOutcomes, row: int, token: int, proposed: Nodes) -
 
 @kernel()
 def _is_beaten(found: LikelyOutcomes, count: int, score: float) -> bool:
-    """Return whether the outcomes are full and a score is not above the lowest."""
+    """Return whether the outcomes are full and a score does not exceed their lowest."""
     return count == len(found.scores) and (count == 0 or score <= found.scores[count - 1])
 
 
@@ -233,7 +234,7 @@ def _keep(found: LikelyOutcomes, count: int, node: int, token: int, score: float
 
 @kernel()
 def _count_frequent(found: LikelyOutcomes, last: NDArray[np.int32]) -> int:
-    """Find the most frequent tokens; return their number."""
+    """Find the sequence's most frequent tokens; return their number."""
     found.slots[:] = 0
     mask = len(found.slots) - 1
     for token in last:
@@ -263,7 +264,7 @@ def _enter_context(
     node: int,
     verified: Nodes,
 ) -> None:
-    """Set the last tokens at a node, the latest first; -1 for missing ones."""
+    """Set the last tokens at a node, the latest first; -1 for missing tokens."""
     taken = len(last)
     context[:] = -1
     for order in range(NUM_ORDERS):
@@ -288,7 +289,7 @@ def _guess(found: LikelyOutcomes, last: NDArray[np.int32], table: Table, num_fre
 
 @kernel()
 def _recall(found: LikelyOutcomes, table: Table) -> int:
-    """Share among the target's likely tokens after the longest context in the table."""
+    """Give shares to the target's likely tokens after the longest context in the table."""
     for order in range(NUM_ORDERS, 0, -1):
         if found.context[order - 1] < 0:
             continue
@@ -304,7 +305,7 @@ def _recall(found: LikelyOutcomes, table: Table) -> int:
 
 @kernel()
 def _list_successors(found: LikelyOutcomes, last: NDArray[np.int32]) -> int:
-    """List the successors of the context's last token and last two; return the number of tokens."""
+    """Count which tokens followed the context's last token and its last pair; return how many."""
     token, before = found.context[0], found.context[1]
     size = num_occurrences = 0
     for at in range(len(last) - 2, -1, -1):
@@ -329,7 +330,7 @@ def _list_successors(found: LikelyOutcomes, last: NDArray[np.int32]) -> int:
 def _succeed(
     found: LikelyOutcomes, count: int, rest: float, num_successors: int
 ) -> tuple[int, float]:
-    """Share among the listed successors; return the number of tokens and the remaining share."""
+    """Give shares to the listed successors; return the number of tokens and the remaining share."""
     num_after_one = num_after_two = num_distinct = 0
     for entry in range(num_successors):
         num_after_one += found.successors[entry, 1]
@@ -349,7 +350,7 @@ def _succeed(
 
 @kernel()
 def _share(found: LikelyOutcomes, count: int, token: int, share: float) -> int:
-    """Add to a token's share; return the number of tokens."""
+    """Add to the share of a token; return the number of guessed tokens."""
     for at in range(count):
         if found.guessed[at] == token:
             found.shares[at] += share

@@ -1,4 +1,4 @@
-"""Models' logits at the tree nodes that they read, as arrays for kernels."""
+"""Drafting models' logits at the tree nodes that they read, as arrays for kernels."""
 
 from typing import Final, NamedTuple
 
@@ -11,16 +11,16 @@ from retriever.kernels.compiling import fast_exp2, kernel
 SPECULATOR: Final = 1
 DRAFT_MODEL: Final = 2
 NUM_KNOWING: Final = 4
-"""Kinds of readers as bits, and the number of sets of kinds: the set that knows a node selects the
-weights of the sources there."""
+"""The kinds of drafting models as bits, and the number of combinations of kinds. The combination
+that has read a node selects the sources' weights there."""
 
 NUM_LIKELY_COLUMNS: Final = 10
-"""Candidates that a reader proposes below a node, the same number that EAGLE-2 (arXiv:2406.16858)
+"""Candidates that a drafting model proposes below a node, as many as EAGLE-2 (arXiv:2406.16858)
 expands."""
 
 MAX_READ: Final = 128
-"""Most nodes that a reader reads in a draft: more than 64 in its first pass and eight in each later
-one. Each used node takes four bytes per column."""
+"""Most nodes that a drafting model reads per draft: more than 64 in the first pass plus eight in
+each later pass. Each node read takes four bytes per column."""
 
 ROOT_ROW: Final = 0
 _LOG2_E: Final = np.float32(1.4426950408889634)
@@ -30,7 +30,7 @@ TOKEN: Final = 0
 FIRST_CHILD: Final = 1
 NEXT_SIBLING: Final = 2
 LIKELY: Final = 3
-"""Columns of `Readings.rows`; the likeliest columns of a row's logits start at the last one."""
+"""Columns of `Readings.rows`; from the last one on, a row lists its likeliest columns of logits."""
 
 KIND: Final = 0
 SOURCE: Final = 1
@@ -38,20 +38,22 @@ SOURCE: Final = 1
 
 
 class Readings(NamedTuple):
-    """Rows of logits by reader: the first for the root, then one for each node that was read.
+    """Logits of each drafting model: a row for the root, then one for each node that was read.
 
-    If a reader has fewer columns than others, the columns beyond its own are never read. Passing
-    few arrays to kernels is faster than passing many, so data of one type shares an array.
+    If a model has fewer columns than others, its unused columns are never read. Kernels start
+    faster with few arguments, so data of one type shares an array.
 
     Attributes:
-        rows: int32[readers, 1 + M, LIKELY + NUM_LIKELY_COLUMNS]: a node's token, its first child
-            and next sibling (`NOWHERE` for none), and the likeliest columns, likeliest first,
-            `NOWHERE` beyond a reader's last.
-        logits: float32[readers, 1 + M, C].
-        log_sums: float32[readers, 1 + M], log-sum-exp of each row.
-        token_of: int32[readers, C], the token of each column; `NOWHERE` beyond a reader's last.
-        column_of: int32[readers, V], the column of each token; `NOWHERE` outside the vocabulary.
-        labels: uint8[2, readers], kinds and the source labels of proposals.
+        rows: int32[readers, 1 + M, LIKELY + NUM_LIKELY_COLUMNS]: a node's token, the rows of its
+            first child and next sibling (`NOWHERE` for none), and its likeliest columns, the
+            likeliest first, `NOWHERE` after a model's last column.
+        logits: float32[readers, 1 + M, C], the logits after each node.
+        log_sums: float32[readers, 1 + M], log-sum-exp of each row of logits.
+        token_of: int32[readers, C], the token id of each column; `NOWHERE` after a model's last
+            column.
+        column_of: int32[readers, V], the column of each token id; `NOWHERE` for tokens without a
+            column.
+        labels: uint8[2, readers], each model's kind and the `Source` of its proposals.
     """
 
     rows: NDArray[np.int32]
@@ -65,9 +67,9 @@ class Readings(NamedTuple):
     def of(
         cls, columns: list[NDArray[np.int32]], kinds: list[int], sources: list[int]
     ) -> "Readings":
-        """Allocate rows for readers with these columns, int32[C] each.
+        """Allocate rows for drafting models, given each model's columns as int32[C].
 
-        Memory for rows is used only as they are written.
+        Rows take up memory only once they are written.
         """
         num_readers = len(columns)
         width = max((len(each) for each in columns), default=0)
@@ -80,7 +82,7 @@ class Readings(NamedTuple):
         return _unread(token_of, column_of, np.array([kinds, sources], np.uint8))
 
     def unread(self) -> "Readings":
-        """Allocate new rows for the same readers."""
+        """Allocate new rows for the same drafting models."""
         return _unread(self.token_of, self.column_of, self.labels)
 
 
@@ -107,16 +109,16 @@ def enter_rows(
     tokens: NDArray[np.int32],
     parents: NDArray[np.int32],
 ) -> bool:
-    """Enter nodes whose logits are already written; return whether these are finite.
+    """Enter nodes whose logits are already written; return whether the logits are finite.
 
-    The likeliest columns of their rows are also already written; the first has the greatest logit.
+    The nodes' likeliest columns are already written too; the first has the greatest logit.
 
     Args:
-        readings: modified.
-        reader: number of the reader.
+        readings: the arrays to enter the nodes into.
+        reader: number of the drafting model.
         first: row of the first node.
-        tokens: int32[n].
-        parents: int32[n], rows of their parents; `NOWHERE` for the root itself.
+        tokens: int32[n], token ids of the nodes.
+        parents: int32[n], row of each node's parent; `NOWHERE` for the root itself.
     """
     width = readings.token_of.shape[1]
     while width and readings.token_of[reader, width - 1] == NOWHERE:
@@ -139,15 +141,15 @@ def enter_rows(
 
 @kernel(fastmath={"contract", "reassoc", "nsz"})
 def _log_sum(logits: NDArray[np.float32], greatest: float) -> float:
-    """Return the log-sum-exp, to 0.0002; not finite if the logits are not.
+    """Return the log-sum-exp, exact to 0.0002; it is not finite if the logits are not.
 
-    The loop vectorizes because it counts columns instead of iterating over the array: a tenth of
-    the time. A library's exponential would take most of the time of reading a node. So would a
-    sequential search for the greatest logit here, because of possible NaN.
+    The loop counts columns instead of iterating over the array, so it vectorizes and takes a tenth
+    of the time. A library's exponential would take most of the time of reading a node. So would a
+    search for the greatest logit, which must be sequential because of possible NaN.
 
     Args:
-        logits: float32[C].
-        greatest: the greatest of them, apart from NaN.
+        logits: float32[C], one row of logits.
+        greatest: the greatest of the logits, apart from NaN.
     """
     if not np.isfinite(greatest):
         return np.nan
@@ -167,15 +169,15 @@ def descend(
     below: NDArray[np.int32],
     token: int,
 ) -> None:
-    """Set the place of the child with a given token in each tree and each reader.
+    """In each tree and each drafting model, find the node's child that has a given token.
 
     Args:
         forest: the trees.
-        readings: the rows.
-        places: int32[trees + readers], the node's place in each tree and its row in each reader, or
+        readings: the drafting models' rows.
+        places: int32[trees + readers], the node's number in each tree and its row in each model, or
             `NOWHERE`.
-        below: int32[trees + readers], set to the children.
-        token: token of the child.
+        below: int32[trees + readers], set to the child's numbers and rows in the same way.
+        token: token id of the child.
     """
     num_trees = len(places) - readings.labels.shape[1]
     step_down(forest, places[:num_trees], below[:num_trees], token)
@@ -190,7 +192,7 @@ def descend(
 
 @kernel()
 def reader_log_odds(readings: Readings, reader: int, row: int, token: int, unknown: float) -> float:
-    """Return the log-odds that a reader gives a token; `unknown` outside its vocabulary."""
+    """Return a drafting model's log-odds of a token; `unknown` if the model lacks the token."""
     if token >= readings.column_of.shape[1]:
         return unknown
     column = readings.column_of[reader, token]

@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 from retriever.kernels.compiling import kernel
 
 NUM_ORDERS: Final = 3
-"""Contexts of one, two and three tokens are stored. Longer ones are more informative if they recur,
-but they recur less often, and each order takes the same number of table entries."""
+"""Contexts of one, two and three tokens are stored. Longer contexts predict better if they recur,
+but they recur less often, and each length takes the same number of table entries."""
 
 WAYS: Final = 4
-"""Entries that a context may be in, as in a set-associative cache; the least recently written one
-is evicted. Four entries of 16 bytes fill one cache line of a processor."""
+"""Number of entries in which a context may be, as in a set-associative cache; the least recently
+written entry is evicted. Four entries of 16 bytes fill one cache line of a processor."""
 
 ENTRY: Final = np.dtype(
     [
@@ -28,25 +28,26 @@ _PRIME: Final = 0x9E3779B97F4A7C15
 apart."""
 
 _SEED: Final = 0xD1B54A32D192ED03
-"""Another odd number without a pattern: the hash of each order starts with a different multiple of
-it, because contexts would collide if all orders started at zero."""
+"""Another odd number without a pattern. The hash of each context length starts with a different
+multiple of it; contexts would collide if all hashes started at zero."""
 
 
 LEAST_SHARE: Final = np.float32(1e-3)
-"""Shares are clipped to this distance from 0 and 1, so that log-odds stay between -7 and 7."""
+"""Probabilities are clipped to this distance from 0 and 1, so that log-odds stay between -7 and
+7."""
 
 TAIL: Final = np.float32(8.0)
-"""Probability mass beyond the likeliest tokens, in multiples of the last of them. This rough guess,
-which learned weights correct, avoids a sum over the vocabulary."""
+"""Probability of all tokens that are not listed, as a multiple of the last listed token's. This
+rough guess avoids a sum over the vocabulary; learned weights correct it."""
 
 
 class Table(NamedTuple):
     """Likely tokens by context.
 
     Attributes:
-        entries: ENTRY[E], E a power of two.
-        tokens: int32[E, K], the likely tokens of each entry.
-        log_odds: float32[E, K], log-odds of each of them.
+        entries: ENTRY[E], key and write number of each context, E a power of two.
+        tokens: int32[E, K], likely next tokens of each context.
+        log_odds: float32[E, K], log-odds of each likely token.
     """
 
     entries: NDArray[np.void]
@@ -75,7 +76,7 @@ def key_of(context: NDArray[np.int32], order: int) -> int:
 
 @kernel()
 def find(entries: NDArray[np.void], key: int) -> int:
-    """Return the entry of a key, or `NOT_FOUND`; the number of entries is a power of two."""
+    """Return the number of a key's entry, or `NOT_FOUND`; entries are a power of two in number."""
     first = (key >> 1) & (len(entries) - 1) & ~(WAYS - 1)
     for entry in range(first, first + WAYS):
         if entries[entry].key == key:
@@ -85,7 +86,7 @@ def find(entries: NDArray[np.void], key: int) -> int:
 
 @kernel()
 def claim(entries: NDArray[np.void], key: int, now: int) -> int:
-    """Return the entry of a key; if there is none, claim the oldest of its possible entries."""
+    """Return a key's entry; if it has none, claim the oldest of the entries that it may use."""
     first = (key >> 1) & (len(entries) - 1) & ~(WAYS - 1)
     oldest = first
     for entry in range(first, first + WAYS):
@@ -107,15 +108,16 @@ def write_rows(
     log_odds: NDArray[np.float32],
     now: int,
 ) -> None:
-    """Store rows of likely tokens under each order of their contexts.
+    """Store rows of likely tokens under their contexts of each length.
 
     Args:
-        table: modified.
+        table: the table to write into.
         contexts: int32[R, NUM_ORDERS], the tokens before each row, the latest first; -1 for none.
-        tokens: int32[R, K], K at least 1. If the table stores more, for example because the
-            vocabulary has fewer tokens, the last one is repeated, which adds no information.
-        log_odds: float32[R, K].
-        now: number of the pass, ascending from 1.
+        tokens: int32[R, K], likely tokens of each row, K at least 1. If the table stores more per
+            row, for example because the vocabulary is small, the last token is repeated, which adds
+            no information.
+        log_odds: float32[R, K], log-odds of these tokens.
+        now: write number of the pass, ascending.
     """
     for row in range(len(contexts)):
         for order in range(1, NUM_ORDERS + 1):
@@ -136,15 +138,15 @@ def describe_rows(
     logits: NDArray[np.float32],
     log_odds: NDArray[np.float32],
 ) -> None:
-    """Set the context of each row of a pass over a tree and the log-odds of its likeliest tokens.
+    """Set the context of each row of a pass over a tree, and the log-odds of its likeliest tokens.
 
     Args:
         tokens: int32[N], tokens of the tree's nodes.
         parents: int32[N], parent of each node; -1 for none.
         contexts: int32[1 + N, NUM_ORDERS], the last tokens at the root and at each node, the latest
-            first. The root's is given, the others are set.
-        logits: float32[R, K], those of the likeliest tokens of each row, the greatest first.
-        log_odds: float32[R, K], set.
+            first. The root's row is given, the others are set.
+        logits: float32[R, K], logits of the likeliest tokens of each row, the greatest first.
+        log_odds: float32[R, K], set to the log-odds of these tokens.
     """
     for node in range(len(tokens)):
         contexts[node + 1, 0] = tokens[node]
@@ -170,15 +172,15 @@ def enter(
     log_odds: NDArray[np.float32],
     first: int,
 ) -> None:
-    """Store likely tokens under the keys of their contexts; for a repeated key, the last ones.
+    """Store likely tokens under the keys of their contexts; of a repeated key, the last row stays.
 
-    Each row's write number is two above that of the row before, so that the last rows stay.
+    Write numbers rise by two per row, so that the last rows are evicted last.
 
     Args:
-        table: modified.
-        keys: int64[N], keys from `key_of`.
-        tokens: int32[N, K].
-        log_odds: float32[N, K].
+        table: the table to write into.
+        keys: int64[N], keys of the contexts, from `key_of`.
+        tokens: int32[N, K], likely next tokens of each context.
+        log_odds: float32[N, K], log-odds of these tokens.
         first: write number of the first row.
     """
     for row in range(len(keys)):
@@ -199,13 +201,13 @@ _MAGNITUDE_32: Final = 0x7FFFFFFF
 def rank_columns(bits: NDArray[Any], columns: NDArray[np.int32]) -> None:
     """Set the columns of the greatest values of each row, the greatest first.
 
-    The bits of floats, read as signed integers, are in the order of the floats if positive and in
-    the opposite order if negative; inverting all bits but the sign of negative ones fixes that.
-    Whole blocks of columns are compared first, with vector instructions.
+    Read as signed integers, the bits of positive floats are in the order of the floats, those of
+    negative floats in the opposite order. Inverting all bits but the sign of negative floats
+    corrects that. Whole blocks of columns are compared first, with vector instructions.
 
     Args:
-        bits: int16[R, V] of bfloat16 values, or int32[R, V] of float32 ones.
-        columns: int32[R, K], set; K at most V.
+        bits: int16[R, V], the bits of bfloat16 values, or int32[R, V], those of float32 values.
+        columns: int32[R, K], set to column numbers; K is at most V.
     """
     magnitude = np.int32(_MAGNITUDE_16 if bits.itemsize == _BYTES_16 else _MAGNITUDE_32)
     ranks = np.empty(columns.shape[1], np.int32)
@@ -224,14 +226,14 @@ def rank_columns(bits: NDArray[Any], columns: NDArray[np.int32]) -> None:
 
 @kernel(inline="always")
 def _rank(bits: int, magnitude: int) -> int:
-    """Return an integer whose order is that of the float."""
+    """Return an integer that sorts as the float does."""
     wide = np.int32(bits)
     return wide ^ ((wide >> np.int32(31)) & magnitude)
 
 
 @kernel()
 def _greatest(bits: NDArray[Any], magnitude: int) -> int:
-    """Return the greatest rank."""
+    """Return the greatest rank of the values."""
     greatest = np.int32(_LEAST)
     for column in range(len(bits)):
         greatest = max(greatest, _rank(bits[column], magnitude))
@@ -240,7 +242,7 @@ def _greatest(bits: NDArray[Any], magnitude: int) -> int:
 
 @kernel()
 def _insert(ranks: NDArray[np.int32], columns: NDArray[np.int32], rank: int, column: int) -> None:
-    """Insert a value that is greater than the last one, which is dropped."""
+    """Insert a value that exceeds the last value, and drop the last value."""
     place = len(ranks) - 1
     while place > 0 and ranks[place - 1] < rank:
         ranks[place] = ranks[place - 1]

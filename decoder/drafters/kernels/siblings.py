@@ -1,4 +1,4 @@
-"""The children of one node that any source lists, with their probabilities from all sources."""
+"""The candidates for one node's children, with probabilities combined from all sources."""
 
 from typing import Final, NamedTuple
 
@@ -19,41 +19,46 @@ from decoder.drafters.kernels.recycled import NOT_FOUND, NUM_ORDERS, Table, find
 from retriever.kernels.compiling import kernel
 
 NUM_TABLE_SOURCES: Final = NUM_ORDERS + 1
-"""Sources other than trees and readers: the table for one, two and three tokens, and the hints."""
+"""Number of sources other than trees and drafting models: the table after one, two and three
+tokens, and the hints."""
 
 NUM_UNREAD_SETS: Final = 2 * (NUM_ORDERS + 1)
 NUM_SETS: Final = NUM_KNOWING * NUM_UNREAD_SETS
-"""Sets of weights: by the longest context in the table, whether a tree knows the node, and which
-kinds of readers have read it. The first `NUM_UNREAD_SETS` are for nodes that no reader has read."""
+"""Number of weight sets. A node's set depends on its longest context in the table, on whether a
+tree knows the node, and on which kinds of drafting models have read it. The first `NUM_UNREAD_SETS`
+sets are for nodes that no model has read."""
 
 BIAS: Final = 0
 SLOPE: Final = 1
 UNLISTED: Final = 2
 NUM_WEIGHTS: Final = 3
-"""Weights of a source: for listing a candidate, for its log-odds, and for not listing it."""
+"""The weights of a source: for listing a candidate, for the candidate's log-odds, and for not
+listing it."""
 
 
 ABSENT: Final = -1e9
-"""Log-odds of a candidate that a source does not list: below any value of clipped shares."""
+"""Stands for the log-odds of a candidate that a source does not list."""
 
 MAX_SIBLINGS: Final = 192
-"""Most candidates below one node, apart from those that readers propose; any more are dropped. The
-table and the hints list at most 32, so at least 160 places are left for the trees."""
+"""Most candidates below one node, apart from those that drafting models propose; further candidates
+are dropped. The table and the hints list at most 32, so at least 160 places are left for the
+trees."""
 
 
 class Siblings(NamedTuple):
     """The candidates below one node.
 
-    Sources are the trees, the table's orders, the hints and the readers, in this order.
+    The sources are the trees, the table by context length, the hints and the drafting models, in
+    this order.
 
     Attributes:
-        tokens: int32[C].
-        log_odds: float64[C, S], log-odds by source; `ABSENT` if a source does not list the
-            candidate.
-        known: bool[S], whether a source knows the node.
-        probabilities: float64[C].
-        sources: uint8[C], the source that listed a candidate first: trees before the table before
-            readers.
+        tokens: int32[C], token id of each candidate.
+        log_odds: float64[C, S], each source's log-odds of a candidate; `ABSENT` if the source does
+            not list it.
+        known: bool[S], whether each source knows the node.
+        probabilities: float64[C], combined probability of each candidate.
+        sources: uint8[C], the `Source` that listed each candidate first, in the order of the
+            sources.
     """
 
     tokens: NDArray[np.int32]
@@ -79,11 +84,11 @@ class Siblings(NamedTuple):
 class Hints(NamedTuple):
     """The target's other likely tokens at the position of the last token.
 
-    Such tokens often come next (LogitSpec, arXiv:2507.01449).
+    The target often chooses such a token next (LogitSpec, arXiv:2507.01449).
 
     Attributes:
-        tokens: int32[K].
-        log_odds: float32[K].
+        tokens: int32[K], the likely tokens.
+        log_odds: float32[K], log-odds of each likely token.
     """
 
     tokens: NDArray[np.int32]
@@ -94,7 +99,7 @@ class Hints(NamedTuple):
 def _note(
     siblings: Siblings, count: int, source: int, token: int, log_odds: float, speaker: int
 ) -> int:
-    """Enter a source's log-odds for a candidate and return the number of candidates."""
+    """Enter a source's log-odds of a candidate; return the number of candidates."""
     for candidate in range(count):
         if siblings.tokens[candidate] == token:
             siblings.log_odds[candidate, source] = log_odds
@@ -118,16 +123,16 @@ def gather(
     hints: Hints,
     table_source: int,
 ) -> int:
-    """Collect a node's children from all sources except readers; return the number of candidates.
+    """Collect a node's candidates from all sources but drafting models; return how many there are.
 
     Args:
-        siblings: filled with the candidates.
+        siblings: arrays that are filled with the candidates.
         forest: the trees.
-        places: int32[trees], the node's place in each tree, or `NOWHERE`.
+        places: int32[trees], the node's number in each tree, or `NOWHERE`.
         table: the recycled logits.
         context: int32[NUM_ORDERS], the last tokens at the node, the latest first; -1 for none.
-        hints: hints for the root; empty for other nodes.
-        table_source: the `Source` of candidates that only the table or a hint lists.
+        hints: hints for the root's children; empty for other nodes.
+        table_source: the `Source` label of candidates that only the table or a hint lists.
     """
     siblings.known[:] = False
     count = _note_trees(siblings, forest, places)
@@ -142,16 +147,16 @@ def gather(
 
 @kernel()
 def add_readers(siblings: Siblings, count: int, readings: Readings, rows: NDArray[np.int32]) -> int:
-    """Add the readers to the other sources; return the number of candidates.
+    """Add the drafting models to the other sources; return the number of candidates.
 
-    Each reader proposes candidates and then gives its log-odds for all of them. This is a separate
-    function because passing readings costs more than all the work without readers.
+    Each model proposes candidates and then gives its log-odds of all candidates. This is a separate
+    function, because passing `readings` costs more than all the work without drafting models.
 
     Args:
         siblings: the candidates that `gather` found; more are added.
         count: number of candidates.
-        readings: the readers' logits.
-        rows: int32[readers], each reader's row of the node, or `NOWHERE`.
+        readings: the drafting models' logits.
+        rows: int32[readers], the node's row in each drafting model, or `NOWHERE`.
     """
     for reader in range(len(rows)):
         if rows[reader] != NOWHERE:
@@ -164,7 +169,7 @@ def add_readers(siblings: Siblings, count: int, readings: Readings, rows: NDArra
 
 @kernel()
 def _note_trees(siblings: Siblings, forest: Forest, places: NDArray[np.int32]) -> int:
-    """Enter the trees' children and return the number of candidates."""
+    """Enter the node's children in the trees; return the number of candidates."""
     count = 0
     for tree in range(len(places)):
         if places[tree] == NOWHERE:
@@ -187,7 +192,7 @@ def _note_table(
     context: NDArray[np.int32],
     table_source: int,
 ) -> int:
-    """Enter the tokens of the recycled logits and return the number of candidates."""
+    """Enter likely tokens from the recycled logits; return the number of candidates."""
     for order in range(NUM_ORDERS, 0, -1):
         if context[order - 1] < 0:
             continue
@@ -204,7 +209,7 @@ def _note_table(
 
 @kernel()
 def _propose(siblings: Siblings, count: int, readings: Readings, reader: int, row: int) -> int:
-    """Enter a reader's likeliest tokens and return the number of candidates."""
+    """Enter a drafting model's likeliest tokens; return the number of candidates."""
     source = len(siblings.known) - readings.labels.shape[1] + reader
     siblings.known[source] = True
     for place in range(NUM_LIKELY_COLUMNS):
@@ -218,7 +223,7 @@ def _propose(siblings: Siblings, count: int, readings: Readings, reader: int, ro
 
 @kernel()
 def _judge(siblings: Siblings, count: int, readings: Readings, reader: int, row: int) -> None:
-    """Enter a reader's log-odds for every candidate within its vocabulary."""
+    """Enter a drafting model's log-odds of every candidate that its vocabulary has."""
     source = len(siblings.known) - readings.labels.shape[1] + reader
     for candidate in range(count):
         token = siblings.tokens[candidate]
@@ -227,11 +232,11 @@ def _judge(siblings: Siblings, count: int, readings: Readings, reader: int, row:
 
 @kernel()
 def set_of(known: NDArray[np.bool_], labels: NDArray[np.uint8]) -> int:
-    """Return the number of the set of weights for a node.
+    """Return the number of the weight set for a node.
 
     Args:
-        known: bool[S], which sources know the node.
-        labels: uint8[2, readers], labels of the last sources; see `Readings`.
+        known: bool[S], whether each source knows the node.
+        labels: uint8[2, readers], labels of the drafting models; see `Readings`.
     """
     num_readers = labels.shape[1]
     num_trees = len(known) - NUM_TABLE_SOURCES - num_readers
@@ -255,8 +260,8 @@ def score(siblings: Siblings, count: int, weights: NDArray[np.float64]) -> float
     Args:
         siblings: the candidates.
         count: number of candidates.
-        weights: float64[S + 1, NUM_WEIGHTS], those of the node's set; all sources share the last
-            row.
+        weights: float64[S + 1, NUM_WEIGHTS], the weights of the node's set; the last row applies to
+            every candidate.
     """
     num_sources = len(siblings.known)
     total = 0.0

@@ -1,1 +1,1 @@
-"""Adapters for `model.generate` of transformers; see docs/how-to/generating.md."""
+"""Adapters for transformers' `model.generate`; see docs/how-to/generating.md."""

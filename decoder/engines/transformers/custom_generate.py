@@ -78,8 +78,9 @@ _log = getLogger(__name__)
 _curves: WeakKeyDictionary[PreTrainedModel, dict[str, CostSurface]] = WeakKeyDictionary()
 
 _QUIETER: Final = 1 / 1.5
-"""If passes take less than this share of the measured time, the machine was busy during the
-measurement. If they take more, the machine is busy now, so this is not the time to measure."""
+"""If passes take less than this share of their measured time, the machine was busy during the
+measurement, so passes are measured again. If they take more time than measured, the machine is busy
+now, so nothing is measured."""
 
 
 class Foredraft(OfOneProcess):
@@ -87,55 +88,57 @@ class Foredraft(OfOneProcess):
 
     Logits processors, sampling, lengths and stopping are those of the call and of the model's
     generation_config. Each pass runs the model in its current state: weights, adapters, modules and
-    hooks may change between calls, and within a call in a processor, criterion or streamer. A model
-    for which our passes would not be exact is decoded by its own `generate`; this is logged once.
-    The model's passes are measured once, which takes seconds. Their costs are stored for the next
-    start (`FOREDRAFT_CACHE`), and the budget keeps learning from call to call. Sampling draws its
-    seed from torch.
+    hooks may change between calls, and within a call in a processor, criterion or streamer. If
+    passes with drafts would not be exact, the model's own `generate` decodes; this is logged once.
+    The model's passes are timed once, which takes seconds. Their costs are stored for the next
+    start (`FOREDRAFT_CACHE`), and the budget learns from every call. Torch's generator provides the
+    seed for sampling.
 
-    Rows of a batch and the sequences of `num_return_sequences` share passes, each with its own
-    drafts. With greedy decoding, each row has the same output as alone. With sampling, each row has
-    its own random numbers, determined by the seed and the number of the row.
+    The rows of a batch and the sequences of `num_return_sequences` share passes, each with its own
+    drafts. With greedy decoding, each row's output is the same as if decoded alone. With sampling,
+    each row has its own random numbers, determined by the seed and the row's number.
 
     Args:
-        model: the model of all calls, or a wrapper of it: from PEFT, torch.compile or a trainer.
+        model: the model of all calls, or a wrapper around it from PEFT, torch.compile or a trainer.
         drafter: proposes the drafts.
-        budget: decides how much of a draft is verified; by default as much as pays according to
-            measured costs.
-        drafter_vocabulary: size of the drafter's vocabulary if the model's embedding is larger; by
-            default that of the drafter or the tokenizer.
-        tokenizer: the model's tokenizer, so that a drafter for another one is refused; required for
-            calls with `stop_strings`.
-        speculator: a head that drafts from the model's own hidden states, such as EAGLE's; see
-            `load_speculator`. Its drafts are fused with the drafter's and with recycled logits.
-        assistant_model: a smaller model with the same tokenizer, fused in the same way. At each
-            node the sources that know it are weighted by their value so far. A head or an assistant
-            is asked if its recent tokens were worth its time.
-        draft_sampling: whether sampling calls use the distributions of drafts that the drafter drew
-            at random (`DrawnFusion`) to accept them. The output of a seed then depends on the
+        budget: decides how many nodes of a draft are verified; by default as many as pay off
+            according to measured costs.
+        drafter_vocabulary: size of the drafter's vocabulary if the model has more embeddings; by
+            default the vocabulary size of the drafter or the tokenizer.
+        tokenizer: the model's tokenizer, so that drafters for other tokenizers are refused;
+            required for calls with `stop_strings`.
+        speculator: folder or file of a head that drafts from the model's own hidden states, such as
+            EAGLE's; see `load_speculator`. Its drafts are fused with the drafter's and with
+            recycled logits.
+        assistant_model: a smaller model with the same tokenizer, whose drafts are fused in the same
+            way. At each node, the sources that know it are weighted by how well they predicted so
+            far. A head or assistant is called if its recent tokens saved more time than it took.
+        draft_sampling: whether sampling calls accept sampled drafts (`DrawnFusion`) by the
+            distributions from which they were sampled. The output of a seed then depends on the
             drafts; its distribution does not.
-        parallel: most rows in a pass; others wait for a place.
+        parallel: most rows in a pass; other rows wait for a place.
         reuse_prefixes: whether a call may reuse keys and values of an earlier call, as in the next
             turn of a chat, if no change of the model is detected. Set it only if all your changes
-            are detectable: the internal state of your own hooks or layers is not.
-        queues: whether a call waits while another thread's call is decoded; otherwise it raises an
-            error.
-        counts_versions: whether changed weights count as a new version of a policy, for calls whose
-            `options` state no version; outputs of earlier versions then count less. Report changes
-            that no counter shows with `foredraft.model_changed`.
+            can be detected: changes in the internal state of your own hooks or layers cannot.
+        queues: whether a call waits while another thread's call is decoded; otherwise the call
+            raises an error.
+        counts_versions: whether changed weights count as a new policy version, for calls whose
+            `options` set no version; outputs of earlier versions then count less. Report changes
+            that torch does not count with `foredraft.model_changed`.
 
     Attributes:
-        statistics: figures of all calls and rows.
-        speedup: speedup of all calls over decoding row by row without drafts, estimated from the
-            measured costs of passes; unknown with a budget that does not measure.
+        statistics: counts and times of all calls and rows.
+        speedup: speedup of all calls over decoding row by row without drafts, estimated from
+            measured costs of passes; unknown if the budget does not measure costs.
 
     Raises:
         WeightsNotLoadedError: some weights of the model are on no device.
-        VocabularyMismatchError: the drafter, the speculator or the assistant is for another
+        VocabularyMismatchError: the drafter, the speculator or the assistant was made for another
             tokenizer.
         HeadFileError: the speculator cannot be read.
         HeadMismatchError: the speculator was made for another model.
-        ContradictoryOptionsError: the drafter is a fused one, which takes readers itself.
+        ContradictoryOptionsError: the drafter is a `FusedDrafter`, which takes drafting models
+            itself.
         InvalidSettingsError: `parallel` is less than one.
     """
 
@@ -179,10 +182,10 @@ class Foredraft(OfOneProcess):
         self._follow_model()
 
     def _follow_model(self) -> None:
-        """Build the decoder of the model, unless the model's structure is unchanged.
+        """Build a decoder for the model, unless the model's structure is unchanged.
 
         Raises:
-            UnsupportedModelError: the speculator or the assistant cannot be used with it.
+            UnsupportedModelError: the speculator or the assistant cannot be used with the model.
         """
         structure = Structure.of(self._model)
         if self._structure is not None and structure.is_of(self._structure):
@@ -195,7 +198,7 @@ class Foredraft(OfOneProcess):
             drafter = _with_readers(
                 drafter, model, self._vocabulary, self._speculator, self._assistant
             )
-        self._structure = None  # until everything is built
+        self._structure = None  # until the new decoder is built
         try:
             target = Target(
                 model,
@@ -223,7 +226,7 @@ class Foredraft(OfOneProcess):
         self._structure = structure
 
     def _measure_again_if_quieter(self) -> None:
-        """Measure passes again if the machine was busy during the last measurement."""
+        """Time passes again if the machine was busy during the last measurement."""
         budget = self._decoder.budget
         if self._budget is not None or not isinstance(budget, MeasuredBudget):
             return
@@ -252,43 +255,45 @@ class Foredraft(OfOneProcess):
 
         Args:
             model: the model given at construction.
-            input_ids: int64[rows, n], the prompts, padded on the left; each repeated
+            input_ids: int64[rows, n], the prompts, padded on the left; each is repeated
                 `num_return_sequences` times.
-            logits_processor: applied along each path, with the row's tokens before it; with several
-                rows, each row gets its own copies, see `own_processors`.
-            stopping_criteria: applied per row, like processors; tokens after the first stop are
-                cut.
+            logits_processor: processors, applied along each path with all tokens before a row. If
+                the call has several prompts, each has its own copies; see `own_processors`.
+            stopping_criteria: criteria, applied to each prompt like processors; tokens after the
+                first stop are cut.
             generation_config: configuration of the call.
             on_tokens: called with the tokens of each pass; a `streamer` of the call also gets each
-                token. Both work only for one sequence.
-            predictions: texts that the outputs are expected to contain: for all rows, or a list for
-                each row. They are one more source of drafts, if the drafter supports predictions.
+                token. Both work for one sequence only.
+            predictions: texts that the outputs are expected to contain: one list for all rows, or a
+                list for each row. They are a further source of drafts, if the drafter supports
+                predictions.
             options: options for the drafter, for every row: whether later calls may draft from the
-                outputs, the group of all rows, which then draft from one another, the version of
-                the model, the tenant, and predictions, which come before those of the rows.
+                outputs, the group of all rows (which then draft from one another), the version of
+                the model, the tenant, and predictions, which come before those of each row.
             drafts: whether to draft; if not, the drafter does not see the call.
             budget: most nodes of a row's tree that a pass verifies; see `Request`.
-            constraint: form that each output must have. It is applied as a `GrammarProcessor` among
-                the call's processors would be, and what it forces is drafted.
-            stop_strings: strings that end an output, as in `generate`; found with the tokenizer
-                given at construction.
+            constraint: grammar that each output must match. It applies like a `GrammarProcessor`
+                among the call's processors, and forced tokens are drafted.
+            stop_strings: strings that end an output, as in `generate`; needs the tokenizer given at
+                construction.
             model_kwargs: further arguments of the model.
 
         Returns:
-            int64[rows, n + new], padded on the right, or a GenerateDecoderOnlyOutput of it if
-            `return_dict_in_generate` is set. In that case, and if a cache was given, the cache
-            holds what `generate` would have left in it, to continue from. Scores and logits of rows
-            that end before others are zeros after their end.
+            int64[rows, n + new], prompts and outputs, padded on the right, or a
+            GenerateDecoderOnlyOutput with them if `return_dict_in_generate` is set. In that case,
+            or if a cache was given, the cache holds what `generate` would have left in it, to
+            continue from. In rows that end before others, scores and logits are zeros after the
+            end.
 
         Raises:
             UnsupportedGenerationError: the call asks for something that drafts do not support.
             InvalidPromptError: a prompt is longer than the model allows or holds only padding; or a
-                prediction, a group, a version or a tenant's name is invalid.
+                prediction, group, version or tenant name is invalid.
             InvalidSettingsError: the budget is negative.
             InvalidRequestError: the drafter does not keep tenants apart.
-            DecoderBusyError: another call is being decoded and calls do not queue.
+            DecoderBusyError: another call is being decoded, and calls do not queue.
 
-        An output ends at `Target.max_length` tokens if passes beyond would differ from the model's
+        An output ends at `Target.max_length` tokens if longer passes would differ from the model's
         own (`decoder.model.compatibility.computed_limit`); this logs a warning.
         """
         streamer = streamer_of_call()
@@ -322,7 +327,7 @@ class Foredraft(OfOneProcess):
     def _with_stop_strings(
         self, criteria: StoppingCriteriaList, strings: str | list[str] | None
     ) -> StoppingCriteriaList:
-        """Return the criteria of a call, with one for stop strings if there are any."""
+        """Return the criteria of a call, with a criterion for stop strings if there are any."""
         if strings is None:
             return criteria
         if self._tokenizer is None:
@@ -333,7 +338,7 @@ class Foredraft(OfOneProcess):
         return StoppingCriteriaList([*criteria, StopStringCriteria(self._tokenizer, strings)])
 
     def _versioned(self, options: SequenceOptions) -> SequenceOptions:
-        """Return options of a call, with the version of its weights if versions are counted."""
+        """Return the call's options, with the version of the weights if versions are counted."""
         if not self._counts_versions:
             return options
         held = parameters_of(self._model)
@@ -348,10 +353,11 @@ class Foredraft(OfOneProcess):
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Hold this Foredraft during the block; its target and figures serve one call at a time.
+        """Hold this Foredraft during the block: its target decodes one call at a time.
 
         Raises:
-            DecoderBusyError: another call holds it and calls do not queue, or would wait forever.
+            DecoderBusyError: another call holds this Foredraft, and calls do not queue or would
+                wait forever.
         """
         if self._caller == get_ident():
             raise DecoderBusyError(
@@ -373,12 +379,12 @@ class Foredraft(OfOneProcess):
     def _answered(
         self, call: Call, about: Request, predictions: RowPredictions
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        """Decode with drafts if our passes match the model's own; otherwise without drafts.
+        """Decode with drafts if their passes match the model's own; otherwise without drafts.
 
         Args:
             call: the call of `generate`.
-            about: settings that all rows share.
-            predictions: for all rows, or for each row.
+            about: request settings that all rows share.
+            predictions: expected texts for all rows, or a list for each row.
         """
         if adaptation := call.adaptation:
             tell_once(call.model, Capability.PLAIN, adaptation)
@@ -396,7 +402,7 @@ class Foredraft(OfOneProcess):
             return self._decoded(call, about, predictions, rows, past)
         except WeightsNotLoadedError:
             raise
-        except UnsupportedModelError as error:  # before the first token: the model has just changed
+        except UnsupportedModelError as error:  # before the first token: the model just changed
             tell_once(call.model, Capability.PLAIN, str(error))
             self._structure = None
             return call.plainly()
@@ -409,7 +415,7 @@ class Foredraft(OfOneProcess):
         rows: Sequence[PromptRow],
         past: Sequence[Prefix | None],
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        """Decode all rows with drafts and return what `generate` returns."""
+        """Decode all rows with drafts, and return what `generate` returns."""
         ending = Ending(call.criteria, call.input_ids.shape[1])
         pad = pad_token_of(call.config)
         check_listeners(len(rows), call.streamer, call.on_tokens)
@@ -441,7 +447,7 @@ class Foredraft(OfOneProcess):
         return wanted.result(sequences, new, records)
 
     def _tell_of_limit(self, num_prompt_tokens: int, new: list[int], ending: Ending) -> None:
-        """Log if an output ended although the call wanted more tokens."""
+        """Log a warning if an output ended although the call allowed more tokens."""
         is_cut = num_prompt_tokens + len(new) == self._decoder.target.max_length
         is_stopped = bool(new) and new[-1] in ending.stop_ids
         if is_cut and len(new) < ending.max_new_tokens and not is_stopped:
@@ -453,7 +459,7 @@ class Foredraft(OfOneProcess):
             )
 
     def _check_lengths(self, rows: Sequence[PromptRow], ending: Ending, pad: int | None) -> None:
-        """Refuse prompts that the model cannot continue and outputs that cannot be padded."""
+        """Refuse prompts that the model cannot continue, and outputs that cannot be padded."""
         target = self._decoder.target
         for row in rows:
             try:
@@ -471,8 +477,8 @@ class Foredraft(OfOneProcess):
     def _sampling(self, config: GenerationConfig) -> SamplingSettings | None:
         """Return the settings of a sampling call; `None` for greedy decoding.
 
-        The warpers are among its processors. One seed for all rows is drawn from torch's generator;
-        a row's random numbers depend on its number.
+        The call's processors include the warpers. Torch's generator provides one seed for all rows;
+        a row's random numbers also depend on the row's number.
         """
         if not config.do_sample:
             return None
@@ -482,7 +488,7 @@ class Foredraft(OfOneProcess):
     def _request(
         self, about: Request, row: PromptRow, ending: Ending, call: Call, record: RowRecord
     ) -> Request:
-        """Return the request that decodes a row as if it were alone, with any rule."""
+        """Return the request that decodes a row as if it were alone."""
         prompt = row.input_ids[0].tolist()
         shown = None if record.scores is None else record.scores.rows
         listeners = Listeners(row.input_ids, ending.criteria(row), call.streamer, shown)
@@ -503,7 +509,7 @@ class Foredraft(OfOneProcess):
         stop_ids: set[int],
         on_tokens: OnTokens | None,
     ) -> list[tuple[list[int], Prefix | None]]:
-        """Return each request's output and kept keys and values; the first failure ends all."""
+        """Return each request's output, keys and values; the first failure ends all requests."""
         base = self._decoder
         decoder = Decoder(base.target, base.drafter, base.budget, stop_ids=stop_ids)
         decoder.followers = base.followers
@@ -551,9 +557,9 @@ def foredraft_generate(  # noqa: PLR0913  as `model.generate` calls it
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """Decode with drafts: `model.generate(..., custom_generate=foredraft_generate, drafter=...)`.
 
-    Measured costs are kept for each model while it exists, but nothing else that a `Foredraft`
-    learns. So prefer a `Foredraft` for a model that is called often. Arguments and errors are the
-    same.
+    Measured costs are cached for each model while the model exists, but nothing else that a
+    `Foredraft` learns is. So prefer a `Foredraft` for a model that is called often. Arguments and
+    errors are the same.
     """
     if drafter is None:
         raise UnsupportedGenerationError(
@@ -576,12 +582,12 @@ def foredraft_generate(  # noqa: PLR0913  as `model.generate` calls it
 
 
 def _is_own(processor: object) -> bool:
-    """Return whether a processor is user code, which may do anything."""
+    """Return whether a processor is user code, which may have side effects."""
     return not type(processor).__module__.startswith("transformers.")
 
 
 def _told(error: Exception, number: int, num_rows: int) -> Exception:
-    """Return an error with a note that names the row, if there are several."""
+    """Return an error with a note that names the row, if there are several rows."""
     if num_rows > 1:
         error.add_note(f"in row {number} of {num_rows}")
     return error
@@ -594,10 +600,10 @@ def _with_readers(
     speculator: Path | None,
     assistant: PreTrainedModel | None,
 ) -> FusedDrafter:
-    """Fuse a drafter with recycled logits and, if given, a head and an assistant."""
+    """Fuse a drafter with recycled logits and, if given, a speculator and an assistant model."""
     if isinstance(drafter, FusedDrafter):
         raise ContradictoryOptionsError(
-            "a fused drafter takes readers itself: "
+            "a FusedDrafter takes drafting models itself: "
             "FusedDrafter(..., readers=[load_speculator(path, model)])"
         )
     size = num_embeddings(model)
@@ -613,7 +619,7 @@ def _with_readers(
 
 
 def _costs(model: PreTrainedModel, target: Target) -> CostSurface:
-    """Return the costs of a model's passes in its current structure."""
+    """Return the costs of a model's passes for its current structure."""
     of_model, key = _curves.setdefault(model, {}), json.dumps(key_of(model))
     if key not in of_model:
         of_model[key] = known_costs(target, model, store_at(None))

@@ -1,4 +1,4 @@
-"""Rows of a padded batch, each as if alone: its prompt, its processors, its criteria."""
+"""Rows of a padded batch, each with its own prompt, processors and criteria, as if alone."""
 
 import copy
 import random
@@ -37,13 +37,13 @@ _Shown = TypeVar("_Shown", bound=LogitsProcessor | StoppingCriteria)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptRow:
-    """A row of the prompts in one call, without its padding.
+    """One row of the prompts of a call, without its padding.
 
     Attributes:
         number: number of the row, from 0.
-        num_rows: rows of the call; each prompt counts `num_return_sequences` times.
-        padded: int64[1, width], the row as given.
-        num_padding: padding tokens before its own tokens.
+        num_rows: number of rows in the call; each prompt counts `num_return_sequences` times.
+        padded: int64[1, width], the row with its padding.
+        num_padding: number of padding tokens before the prompt's own tokens.
     """
 
     number: int
@@ -53,12 +53,12 @@ class PromptRow:
 
     @property
     def input_ids(self) -> torch.Tensor:
-        """int64[1, n], its own tokens."""
+        """Return int64[1, n], the row's tokens without padding."""
         return self.padded[:, self.num_padding :]
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
+        """The row's name in messages."""
         return "the prompt" if self.num_rows == 1 else f"row {self.number}"
 
     @property
@@ -67,7 +67,7 @@ class PromptRow:
         return self.num_rows == 1 and self.num_padding == 0
 
     def among(self, count: int) -> int:
-        """Return its index among `count` rows that represent all rows, equally many each."""
+        """Return the row's index among `count` rows, each of which represents equally many rows."""
         if count == 0 or self.num_rows % count:
             raise UnsupportedGenerationError(
                 f"a logits processor holds {count} rows, but there are {self.num_rows}"
@@ -80,10 +80,10 @@ def prompt_rows(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[Prom
 
     Args:
         input_ids: int64[rows, width], the prompts.
-        mask: [rows, width], 1 for their tokens and 0 for padding; `None` for no padding.
+        mask: [rows, width], 1 for the prompts' tokens and 0 for padding; `None` for no padding.
 
     Raises:
-        UnsupportedGenerationError: there is no row, or there is padding elsewhere.
+        UnsupportedGenerationError: there is no row, or padding is not only on the left.
         InvalidPromptError: a row holds only padding.
     """
     if len(input_ids) == 0:
@@ -125,9 +125,9 @@ def joined(input_ids: torch.Tensor, new: Sequence[list[int]], pad: int | None) -
     """Return int64[rows, width + n], prompts and outputs; shorter outputs are padded.
 
     Args:
-        input_ids: int64[rows, width], or int32.
-        new: the output of each row.
-        pad: padding token; not needed if all are equally long.
+        input_ids: int64 or int32[rows, width], the prompts.
+        new: token ids of each row's output.
+        pad: id of the padding token; not needed if all outputs are equally long.
     """
     longest = max(map(len, new))
     rows = [[*tokens, *[pad] * (longest - len(tokens))] for tokens in new]
@@ -137,10 +137,10 @@ def joined(input_ids: torch.Tensor, new: Sequence[list[int]], pad: int | None) -
 
 
 def own_processors(processors: Iterable[LogitsProcessor], row: PromptRow) -> LogitsProcessorList:
-    """Return the processors of a row, which see only its own tokens.
+    """Return the processors for one row, which see only that row's tokens.
 
-    Transformers' own processors are adjusted to the row. Others are copied, so that a stateful one
-    remembers only one row; see `own_copy`.
+    Transformers' own processors are adjusted to the row. Other processors are copied, so that a
+    stateful processor remembers only one row; see `own_copy`.
 
     Args:
         processors: processors of the call.
@@ -154,7 +154,7 @@ def own_processors(processors: Iterable[LogitsProcessor], row: PromptRow) -> Log
 
 
 def own_criteria(criteria: StoppingCriteriaList, row: PromptRow) -> StoppingCriteriaList:
-    """Return the stopping criteria of a row; copies, except for transformers' own."""
+    """Return the stopping criteria for one row: copies, except of transformers' own."""
     if row.num_rows == 1:
         return criteria
     return StoppingCriteriaList(
@@ -176,11 +176,11 @@ _SHARED: Final = (
 def own_copy(shown: _Shown) -> _Shown:
     """Return a deep copy of a processor or criterion.
 
-    Models, tokenizers and random generators that it holds are shared, because copies of a generator
-    would draw the same numbers for each row.
+    Models, tokenizers and random generators in it are shared; with copies of a generator, each row
+    would get the same random numbers.
 
     Raises:
-        UnsupportedGenerationError: it cannot be copied.
+        UnsupportedGenerationError: the processor or criterion cannot be copied.
     """
     held = vars(shown).values() if hasattr(shown, "__dict__") else ()
     kept: dict[int, Any] = {id(value): value for value in held if isinstance(value, _SHARED)}
@@ -194,10 +194,10 @@ def own_copy(shown: _Shown) -> _Shown:
 
 
 def _has_part(processor: LogitsProcessor, row: PromptRow) -> bool:
-    """Return whether a processor can do anything in a row.
+    """Return whether a processor can have an effect in a row.
 
-    A first token is forced after a prompt of one token; in transformers a padded prompt is never
-    that short.
+    A first token is forced only after a prompt of one token; in transformers a padded prompt is
+    never that short.
     """
     return not (row.num_padding and type(processor) is ForcedBOSTokenLogitsProcessor)
 
@@ -212,7 +212,7 @@ def _own_processor(processor: LogitsProcessor, row: PromptRow) -> LogitsProcesso
 
 
 def changes_of_processors() -> list[str]:
-    """Return how transformers' own processors differ from what is adjusted here."""
+    """Return how transformers' processors differ from what this module adjusts."""
     held: list[tuple[LogitsProcessor, str]] = [
         (ExponentialDecayLengthPenalty((1, 1.0), 0, 1), "regulation_start"),
         (ForcedEOSTokenLogitsProcessor(1, [0]), "max_length"),
@@ -230,10 +230,10 @@ def changes_of_processors() -> list[str]:
 
 
 def _count_padding(name: str) -> Callable[[Any, PromptRow], None]:
-    """Return a function that makes a length include the row's padding, as in transformers.
+    """Return a function that adjusts a length for the row's missing padding.
 
     Args:
-        name: attribute that holds the length.
+        name: name of the processor's attribute that holds the length.
     """
 
     def adjust(processor: Any, row: PromptRow) -> None:
@@ -243,7 +243,7 @@ def _count_padding(name: str) -> Callable[[Any, PromptRow], None]:
 
 
 def _ignore_own_length(processor: Any, row: PromptRow) -> None:
-    """Ignore the same tokens of the row as before."""
+    """Adjust the ignored length, so that the same tokens of the row are ignored."""
     ignored = processor.prompt_ignore_length
     if isinstance(ignored, torch.Tensor):
         ignored = int(ignored[row.among(len(ignored))])
@@ -258,7 +258,7 @@ def _take_own_prompt(processor: Any, row: PromptRow) -> None:
 
 
 def _take_own_ngrams(processor: Any, row: PromptRow) -> None:
-    """Use the n-grams of the row's prompt, without those of its padding."""
+    """Use only the n-grams of the row's prompt, without those of its padding."""
     size, given = processor.ngram_size, processor.generated_ngrams
     own = [given[row.among(len(given))]]
     is_of_prompt = own == _ngrams(size, row.padded)
@@ -272,13 +272,13 @@ def _ngrams(size: int, ids: torch.Tensor) -> Any:
 
 
 def _tell_number(processor: Any, row: PromptRow) -> None:
-    """Pass the number of the row, because its index in the shown batch is now 0."""
+    """Pass the row's number to the function, because the row's index in its batch is now 0."""
     function = processor._prefix_allowed_tokens_fn  # noqa: SLF001  no public name
     processor._prefix_allowed_tokens_fn = lambda _, tokens: function(row.number, tokens)  # noqa: SLF001
 
 
 def _take_own_context(processor: Any, row: PromptRow) -> None:
-    """Use the row's own negative prompt and remember only this row."""
+    """Use the row's own negative prompt, and remember only this row."""
     context = dict(processor.unconditional_context)
     for name in ("input_ids", "attention_mask"):
         if context[name] is not None:
@@ -299,4 +299,4 @@ _ADJUSTED: Final[dict[type, Callable[[Any, PromptRow], None]]] = {
     SuppressTokensAtBeginLogitsProcessor: _count_padding("begin_index"),
     UnbatchedClassifierFreeGuidanceLogitsProcessor: _take_own_context,
 }
-"""Functions that adjust copies of transformers' own processors to a row."""
+"""Functions that adjust copies of transformers' processors to a row, by the processor's class."""

@@ -1,4 +1,4 @@
-"""Checking a call of `model.generate`: options, stopping criteria and streamers under drafts."""
+"""Checks a call of `model.generate`, and adapts its stopping criteria and streamers to drafts."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,21 +35,22 @@ from decoder.sampling.constraint import Grammar, GrammarProcessor
 from retriever.drafter import Prediction
 
 _WARPERS: Final = ("Warper", "LogitNormalization")
-"""Ends of the names of processors that transformers applies behind a caller's own."""
+"""Suffixes of the class names of processors that transformers applies after the caller's own."""
 
 
 OnTokens = Callable[[list[int]], object]
-"""Called with the tokens of each pass."""
+"""A function that is called with the tokens of each pass."""
 
 RowPredictions = Sequence[Prediction] | Sequence[Sequence[Prediction]]
-"""Expected contents of outputs: for all rows of a call, or for each row."""
+"""Texts that outputs are expected to contain: one list for all rows of a call, or a list for each
+row."""
 
 _GENERATE: Final = inspect.unwrap(GenerationMixin.generate).__code__
 
 
 @contextmanager
 def ended_on_errors(streamer: Any) -> Iterator[None]:
-    """End a streamer if the block raises: its reader would wait forever."""
+    """End a streamer if the block raises an error, so that its consumer does not wait forever."""
     try:
         yield
     except BaseException:
@@ -60,11 +61,12 @@ def ended_on_errors(streamer: Any) -> Iterator[None]:
 
 
 def streamer_of_call() -> Any:
-    """Return the streamer given to the innermost `generate` around the caller, or `None`.
+    """Return the streamer given to the innermost running `generate`, or `None`.
 
     `generate` puts the prompt into the streamer and leaves the rest to its loop, but does not pass
-    the streamer to a callable (transformers 5.24, `_extract_generation_mode_kwargs`). A reader of a
-    TextIteratorStreamer would wait forever. So the streamer is taken from that call's frame.
+    the streamer to a callable (transformers 5.24, `_extract_generation_mode_kwargs`). The consumer
+    of a TextIteratorStreamer would wait forever. So the streamer is read from the frame of
+    `generate`.
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not _GENERATE:
@@ -73,7 +75,7 @@ def streamer_of_call() -> Any:
 
 
 def pad_token_of(config: GenerationConfig) -> int | None:
-    """Return the token that `generate` pads with; a stop token if none is named."""
+    """Return the id of the token that `generate` pads with; a stop token if none is named."""
     named: Any = config.pad_token_id
     token = getattr(config, "_pad_token_tensor", named)
     return None if token is None else int(token)
@@ -82,7 +84,7 @@ def pad_token_of(config: GenerationConfig) -> int | None:
 def with_constraint(
     processors: LogitsProcessorList, grammar: Grammar | None
 ) -> LogitsProcessorList:
-    """Return processors with a grammar's, where `generate` puts a caller's own: before warpers."""
+    """Insert a grammar's processor before the warpers, where `generate` puts a caller's own."""
     if grammar is None:
         return processors
     names = [type(each).__name__ for each in processors]
@@ -104,10 +106,10 @@ class Call:
     Attributes:
         model: the model whose `generate` was called.
         input_ids: integers [rows, n], the prompts, padded on the left.
-        processors: logits processors.
-        criteria: stopping criteria.
-        config: generation config.
-        streamer: gets each token; `None` for none.
+        processors: logits processors of the call.
+        criteria: stopping criteria of the call.
+        config: generation config of the call.
+        streamer: streamer that gets each token; `None` for none.
         on_tokens: called with the tokens of each pass; `None` for none.
         model_kwargs: further arguments of the model.
     """
@@ -123,7 +125,7 @@ class Call:
 
     @property
     def caches(self) -> list[Cache]:
-        """The caches that the model writes to; rarely more than one."""
+        """The caches to which the model writes; rarely more than one."""
         return [each for each in self.model_kwargs.values() if isinstance(each, Cache)]
 
     @property
@@ -140,7 +142,7 @@ class Call:
 
     @property
     def adaptation(self) -> str:
-        """A change by PEFT that requires reading whole batches of prompts; empty if none."""
+        """A change by PEFT for which whole batches must be read; empty if none."""
         replaced: Any = vars(self.model).get("prepare_inputs_for_generation")
         kind: Any = type(self.model)
         own = kind.prepare_inputs_for_generation
@@ -152,7 +154,7 @@ class Call:
         return ""
 
     def plainly(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        """Decode as the model's own `generate` does without `custom_generate`."""
+        """Decode as the model's own `generate` does, without `custom_generate`."""
         own: Any = GenerationMixin._sample  # noqa: SLF001  no public name
         output: torch.Tensor | GenerateDecoderOnlyOutput = own(
             self.model,
@@ -166,44 +168,44 @@ class Call:
         return output
 
     def _listener(self) -> Any:
-        """Return the streamer for `generate`; `None` for none."""
+        """Return the streamer for `generate`, or `None`."""
         if self.on_tokens is None:
             return self.streamer
         return _Teller(self.streamer, self.on_tokens)
 
 
 class _Teller:
-    """A streamer that calls a function with each token and forwards to another streamer."""
+    """A streamer that calls a function with each token, and forwards the token to a streamer."""
 
     def __init__(self, streamer: Any, on_tokens: OnTokens) -> None:
         self._streamer, self._on_tokens = streamer, on_tokens
 
     def put(self, tokens: torch.Tensor) -> None:
-        """Pass on the next token, int64[1]."""
+        """Forward the next token, int64[1]."""
         if self._streamer is not None:
             self._streamer.put(tokens)
         self._on_tokens(tokens.tolist())
 
     def end(self) -> None:
-        """Pass on that the output is complete."""
+        """Forward that the output is complete."""
         if self._streamer is not None:
             self._streamer.end()
 
 
 class Ending:
-    """Stopping criteria in the form that a decoder takes.
+    """The stopping criteria of a call, in the form that a decoder needs.
 
-    Lengths and stop tokens, which nearly every call has, become the decoder's; only other criteria
-    are evaluated after every token.
+    The decoder itself applies lengths and stop tokens, which nearly every call has; only other
+    criteria are evaluated after every token.
 
     Args:
-        criteria: criteria of one call; `model.generate` ensures that one of them states a length.
-        width: tokens of each prompt, including padding.
+        criteria: criteria of one call; `model.generate` ensures that one of them limits the length.
+        width: number of tokens of each prompt, including padding.
 
     Attributes:
         max_new_tokens: most tokens to generate for each prompt.
-        stop_ids: tokens that end a sequence.
-        others: the other criteria.
+        stop_ids: ids of the tokens that end a sequence.
+        others: all other criteria.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, width: int) -> None:
@@ -216,7 +218,7 @@ class Ending:
 
     @property
     def is_at_any_length(self) -> bool:
-        """Whether something may end a sequence before its limit."""
+        """Whether stop tokens or criteria may end a sequence before its limit."""
         return bool(self.stop_ids or self.others)
 
     def criteria(self, row: PromptRow) -> StoppingCriteriaList | None:
@@ -227,15 +229,15 @@ class Ending:
 
 
 class Listeners:
-    """A `StopRule` that calls what `model.generate` calls between two tokens, at the same time.
+    """A `StopRule` that calls, after each token, what `model.generate` calls after it.
 
-    Any of these calls may change the model: `Decoder` checks after each token.
+    Any of these calls may change the model: `Decoder` checks that after each token.
 
     Args:
         input_ids: int64[1, n], the prompt.
-        criteria: stopping criteria; they see each token once, so they may be stateful; `None` for
-            none.
-        streamer: a `BaseStreamer` of transformers or an object with its methods; it already has the
+        criteria: stopping criteria, called once for each token, so that they may keep state; `None`
+            for none.
+        streamer: a transformers `BaseStreamer`, or an object with its methods; it already has the
             prompt. `None` for none.
         scores: scores of each token so far, for the criteria; `None` if not requested.
     """
@@ -254,7 +256,7 @@ class Listeners:
         self._is_met = False
 
     def on_token(self, token: int) -> bool:
-        """Pass on a token; return whether no criterion is met."""
+        """Forward a token; return whether no criterion is met."""
         if self._streamer is not None:
             self._streamer.put(torch.tensor([token]))
         if self._criteria is not None:
@@ -265,7 +267,7 @@ class Listeners:
         return not self._is_met
 
     def num_kept(self, tokens: Sequence[int]) -> int | None:
-        """Return the number of tokens if the last one met a criterion; otherwise `None`."""
+        """Return the number of tokens if the last token met a criterion; otherwise `None`."""
         return len(tokens) if self._is_met else None
 
 
@@ -273,15 +275,15 @@ _SERVED_MODES: Final = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _UNSERVED_OUTPUTS: Final = ("output_attentions", "output_hidden_states")
 _QUANTIZED: Final = "quantized"
 _HARMLESS: Final = ("use_cache", "logits_to_keep", "labels")
-"""Inputs that passes set themselves, and inputs that `generate` never passes to the model."""
+"""Inputs that each pass sets itself, and inputs that `generate` never passes to the model."""
 TESTED: Final = ">=5.23,<5.25"
 
 
 def check_transformers() -> None:
-    """Refuse a transformers that calls us differently; warn once if its version is untested.
+    """Refuse transformers if it differs from what is needed; warn once if its version is untested.
 
     Raises:
-        UnsupportedEngineError: there is a difference; the message says which.
+        UnsupportedEngineError: there is a difference; the message names it.
     """
     check_version(TESTED, "transformers")
     check_contract(["transformers"], TESTED, _changes_of_generate(GenerationMixin.generate))
@@ -289,7 +291,7 @@ def check_transformers() -> None:
 
 @cache
 def _changes_of_generate(generate: Callable[..., Any]) -> list[str]:
-    """Return the differences in this `generate`, including the variable of `streamer_of_call`."""
+    """Return how `generate` differs from what is needed, also in what `streamer_of_call` reads."""
     length, stop = MaxLengthCriteria(max_length=1), EosTokenCriteria(eos_token_id=1)
     return [
         *differences(
@@ -308,13 +310,13 @@ def _changes_of_generate(generate: Callable[..., Any]) -> list[str]:
 def checked_rows(
     input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> list[PromptRow]:
-    """Return the rows of a call; refuse options that would be silently ignored.
+    """Return the rows of a call; refuse options that drafts would silently ignore.
 
     Args:
         input_ids: integers [batch, n], the prompts.
         config: config of the call.
-        model_kwargs: inputs that `model.generate` prepared for the model; the caller checks the
-            contents of caches among them.
+        model_kwargs: inputs that `model.generate` prepared for the model; the contents of caches
+            among them are checked elsewhere.
 
     Raises:
         UnsupportedGenerationError: the call asks for something that drafts do not support.
@@ -330,17 +332,17 @@ def checked_rows(
     for name in _UNSERVED_OUTPUTS:
         if config.return_dict_in_generate and getattr(config, name, None):
             raise UnsupportedGenerationError(
-                f"{name}: not kept when trees are verified; leave it out, or leave out "
+                f"{name} is not available with drafts: leave it out, or leave out "
                 "custom_generate to get it from generate"
             )
     return _rows_of_inputs(input_ids, model_kwargs)
 
 
 def check_listeners(num_rows: int, streamer: Any, on_tokens: OnTokens | None) -> None:
-    """Refuse listeners if there are several sequences.
+    """Refuse a streamer or `on_tokens` if there are several sequences.
 
     Raises:
-        UnsupportedGenerationError: there are several sequences and a listener.
+        UnsupportedGenerationError: there are several sequences, and a streamer or `on_tokens`.
     """
     if num_rows > 1 and (streamer is not None or on_tokens is not None):
         raise UnsupportedGenerationError(
@@ -352,7 +354,7 @@ def predictions_by_row(predictions: RowPredictions, num_rows: int) -> list[Seque
     """Return the predictions of each row.
 
     Raises:
-        InvalidPromptError: there are lists, but not exactly one for each row.
+        InvalidPromptError: there are lists, but not exactly one list for each row.
     """
     of_all = [each for each in predictions if isinstance(each, Prediction)]
     of_rows = [each for each in predictions if not isinstance(each, Prediction)]
@@ -371,7 +373,7 @@ def _check_mode(config: GenerationConfig) -> None:
     mode = config.get_generation_mode()
     if mode not in _SERVED_MODES:
         raise UnsupportedGenerationError(
-            f"drafts serve greedy decoding and sampling, not {mode.value}: leave its settings out"
+            f"drafts support greedy decoding and sampling, not {mode.value}: omit its settings"
         )
 
 
@@ -383,23 +385,23 @@ def _check_tokens(model_kwargs: dict[str, Any]) -> None:
 
 
 def _rows_of_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[PromptRow]:
-    """Return the rows; refuse inputs that say more about the prompt than tokens and padding.
+    """Return the rows; refuse inputs that add anything to the prompt's tokens and padding.
 
-    Inputs are judged by their values, because releases of transformers add and rename inputs.
+    Inputs are judged by their values, because new releases of transformers add and rename inputs.
     """
     inputs = {name: value for name, value in model_kwargs.items() if name not in _HARMLESS}
     rows = prompt_rows(input_ids, inputs.pop("attention_mask", None))
     for name, value in inputs.items():
         if not isinstance(value, Cache) and not _adds_nothing(name, value, rows):
             raise UnsupportedGenerationError(
-                f"only input_ids are served, with positions 0, 1, 2, … and without token types, "
+                f"drafts support only input_ids with positions 0, 1, 2, … and no token types, "
                 f"not this {name}: leave it out"
             )
     return rows
 
 
 def holds_tokens(cache: Cache) -> bool:
-    """Return whether a cache has seen tokens, by keys and values or by recurrent state."""
+    """Return whether a cache holds tokens, as keys and values or as recurrent state."""
     layers = getattr(cache, "layers", None)
     return layers is None or any(map(_layer_holds_tokens, layers))  # no layers: a cache of caches
 
@@ -413,8 +415,8 @@ def _layer_holds_tokens(layer: Any) -> bool:
 def _adds_nothing(name: str, value: object, rows: Sequence[PromptRow]) -> bool:
     """Return whether a model's input adds nothing to the tokens of the rows.
 
-    `None`, empty values, a cache without tokens, positions that count from 0 and token types of 0
-    add nothing. A flag may mean anything.
+    `None`, empty values, a cache without tokens, positions that count from 0, and token types of 0
+    add nothing. Flags are refused, because they may mean anything.
     """
     if isinstance(value, Cache):
         return not holds_tokens(value)
@@ -438,11 +440,11 @@ def _is_known(name: str, value: torch.Tensor, rows: Sequence[PromptRow]) -> bool
 
 
 def _are_counted(positions: torch.Tensor, row: PromptRow) -> bool:
-    """Return whether the positions of a row's tokens count from 0; those of padding do not matter.
+    """Return whether a row's positions count from 0; positions of padding do not matter.
 
     Args:
-        positions: [rows, width], or [1, width] or [width] for all.
-        row: row of the batch.
+        positions: integers [rows, width], or [1, width] or [width] for all rows.
+        row: the row to check.
     """
     given = positions[None] if positions.dim() == 1 else positions
     if given.shape not in {(1, row.padded.shape[1]), (row.num_rows, row.padded.shape[1])}:

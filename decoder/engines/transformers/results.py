@@ -1,4 +1,4 @@
-"""Results of a call besides tokens: scores, logits, and a cache to continue from."""
+"""Results of a call in addition to tokens: scores, logits, and a cache to continue from."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,42 +16,43 @@ from decoder.model.user_model import taken_by
 
 
 class Recorder(LogitsProcessor):
-    """A logits processor that records its input and changes nothing.
+    """A logits processor that records scores and does not change them.
 
     Attributes:
-        rows: float32[1, vocabulary] for each chosen token of an output, in order.
+        rows: a tensor float32[1, vocabulary] for each chosen token of an output, in order.
     """
 
     def __init__(self) -> None:
         self.rows: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # noqa: ARG002  the base class names it
-        """Record a copy, because later processors may write to the scores."""
+        """Record a copy, because later processors may overwrite the scores."""
         self.rows.extend(row[None] for row in scores.clone())
         return scores
 
 
 @dataclass(frozen=True, slots=True)
 class RowRecord:
-    """Recorders of one row, before and after its processors.
+    """The recorders of one row, before and after its processors.
 
     Attributes:
         logits: recorder of the model's logits; `None` if not requested.
-        scores: recorder of the scores that tokens are chosen by; `None` if not requested.
+        scores: recorder of the processed scores, from which tokens are chosen; `None` if not
+            requested.
     """
 
     logits: Recorder | None
     scores: Recorder | None
 
     def around(self, processors: LogitsProcessorList) -> LogitsProcessorList:
-        """Return the processors of a row with the recorders around them."""
+        """Return a row's processors with the recorders before and after them."""
         recorded = [self.logits, *processors, self.scores]
         return LogitsProcessorList(each for each in recorded if each is not None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
-    """What a call wants in addition to the tokens.
+    """What a call requests in addition to the tokens.
 
     Attributes:
         is_dict: whether to return a `GenerateDecoderOnlyOutput`.
@@ -71,7 +72,7 @@ class Wanted:
 
         Args:
             config: config of the call.
-            cache: the cache that `generate` made for it or that the user gave.
+            cache: the cache that `generate` created for the call or that the user passed.
         """
         is_dict = bool(config.return_dict_in_generate)
         is_used = is_dict or getattr(cache, "_is_user_defined", False)
@@ -112,9 +113,9 @@ class Wanted:
 def _by_step(
     recorders: Sequence[Recorder | None], lengths: Sequence[int], device: torch.device
 ) -> tuple[torch.Tensor, ...] | None:
-    """Return float32[rows, vocabulary] for each new token; zeros in rows that ended before.
+    """Return float32[rows, vocabulary] for each step; zeros in rows that have already ended.
 
-    In `generate` itself, rows that have ended go on and return the model's output after padding.
+    In `generate` itself, ended rows continue, with the model's scores after padding.
     """
     kept = [each.rows for each in recorders if each is not None]
     if not kept:
@@ -132,14 +133,14 @@ def _by_step(
 
 
 def given_prefixes(call: Call, rows: Sequence[PromptRow]) -> list[Prefix | None] | None:
-    """Return the cached part of each row's prompt, so that it is not read again.
+    """Return the cached prefix of each row's prompt, so that it is not read again.
 
     Args:
-        call: the call; its cache holds tokens that are in its `input_ids`.
+        call: the call, whose cache holds tokens of its `input_ids`.
         rows: rows of the call.
 
     Returns:
-        A prefix for each row; `None` for a row of which only padding is cached. `None` instead of a
+        A prefix for each row; `None` for a row if only padding is cached. `None` instead of the
         list if only the model itself can continue from the cache.
     """
     cache, *others = call.caches
@@ -158,12 +159,12 @@ def given_prefixes(call: Call, rows: Sequence[PromptRow]) -> list[Prefix | None]
 
 
 def _in_slots(states: torch.Tensor, length: int) -> torch.Tensor:
-    """Return [rows, heads, length, size], the states in the last slots and zeros before them."""
+    """Return [rows, heads, length, size], the states at the end and zeros before them."""
     return torch.nn.functional.pad(states, (0, 0, length - states.shape[-2], 0))
 
 
 def _prefix_of(row: PromptRow, states: LayerStates, length: int) -> Prefix | None:
-    """Return one row's part of a batch's states, without its padding."""
+    """Return one row's part of a batch's states, without the row's padding."""
     own = slice(row.num_padding, length)
     if length <= row.num_padding:
         return None
@@ -173,7 +174,7 @@ def _prefix_of(row: PromptRow, states: LayerStates, length: int) -> Prefix | Non
 
 
 def _is_growing(cache: Cache) -> bool:
-    """Return whether a cache is transformers' usual one, which grows with its input."""
+    """Return whether a cache is transformers' usual cache, which grows with its input."""
     kinds = (DynamicLayer, DynamicSlidingWindowLayer)
     return type(cache) is DynamicCache and all(type(layer) in kinds for layer in cache.layers)
 
@@ -186,17 +187,17 @@ def fill(
     rows: Sequence[PromptRow],
     kept: Sequence[Prefix | None],
 ) -> None:
-    """Fill a cache with what `generate` would have left in it: all columns except the last.
+    """Fill a cache as `generate` would have left it: with all columns except the last.
 
-    The keys and values that the passes kept are copied. The model itself reads the rest: the
-    padding after shorter outputs, and everything if its cache is of another kind.
+    Keys and values that the passes computed are copied. The model itself reads the rest: the
+    padding after shorter outputs, and everything if the cache is of another kind.
 
     Args:
-        cache: a cache that is empty or holds what the rows began with.
-        call: the call that the cache belongs to.
+        cache: a cache that is empty, or holds the prefixes with which the rows began.
+        call: the call to which the cache belongs.
         sequences: int64[rows, n], prompts and outputs.
         rows: rows of the call.
-        kept: kept prefix of each row; `None` if nothing can be taken over.
+        kept: tokens, keys and values of each row; `None` if nothing can be copied.
     """
     held, width = cache.get_seq_length(), sequences.shape[1] - 1
     prefixes = [each for each in kept if each is not None]
@@ -222,10 +223,10 @@ def fill(
 
 
 def _columns(states: torch.Tensor, row: PromptRow, first: int, end: int) -> torch.Tensor:
-    """Return [1, heads, end - first, size], columns of a batch; padding columns are zeros.
+    """Return [1, heads, end - first, size], a row's columns in a batch; zeros for padding.
 
     Args:
-        states: [1, heads, n, size], states of the row's own tokens.
+        states: [1, heads, n, size], keys or values of the row's own tokens.
         row: the row.
         first: first column.
         end: end of the columns, exclusive.

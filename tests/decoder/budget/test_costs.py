@@ -149,7 +149,7 @@ def test_a_second_start_measures_nothing(
     where = CostStore(tmp_path / "new" / "cache")
     assert known(counted, where) == known(counted, where) == SURFACE
     assert len(counted) == 1
-    assert caplog.messages == ["measuring what passes cost, once on this machine: some seconds"]
+    assert caplog.messages == ["measuring what passes cost, once on this machine: a few seconds"]
     assert lastResort is not None
     assert caplog.records[0].levelno >= lastResort.level, "seen where no logging is set up"
     assert [path.suffix for path in where.directory.iterdir()] == [".json"]
@@ -229,7 +229,7 @@ def test_a_directory_that_cannot_be_written_to_costs_a_measurement_only(
 ) -> None:
     tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
     assert known(counted, CostStore(tmp_path / "cache")) == SURFACE
-    assert "cannot be kept" in caplog.text
+    assert "cannot be stored" in caplog.text
 
 
 def test_a_file_in_the_directorys_place_costs_a_measurement_only(
@@ -238,7 +238,7 @@ def test_a_file_in_the_directorys_place_costs_a_measurement_only(
     place = tmp_path / "file"
     place.touch()
     assert known(counted, CostStore(place)) == SURFACE
-    assert "cannot be kept" in caplog.text
+    assert "cannot be stored" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,7 @@ import pytest
 
 from foredraft.program import commands
 
-WORTH = re.compile(
-    r"[\d.]+x plain decoding on this machine|what drafts are worth here is not known"
-)
+WORTH = re.compile(r"[\d.]+x plain decoding on this machine|the speedup from drafts is not known")
 """How the last line begins: of passes of microseconds nobody knows if their costs still hold."""
 
 PROMPT = "abcabc"

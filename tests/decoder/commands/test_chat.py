@@ -92,7 +92,7 @@ def test_bad_input_of_a_pipe_is_told(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
     assert chat(monkeypatch, talking) == 1
     told = capsys.readouterr().err
-    assert "oldest turns left out, for want of room: 1" not in told
+    assert "oldest turns left out, for lack of room: 1" not in told
     assert "limit is 128" in told
     assert "line 3 of standard input is not UTF-8" in told
 

@@ -235,7 +235,7 @@ def test_what_the_tokenizer_tells_of_options_is_refused_before_the_weights_are_l
 ) -> None:
     monkeypatch.setattr(PreparedModel, "load", never)
     for arguments, message in (
-        (["--stop-id", "-1"], "--stop-id -1 is no token: ids of this model are from 0 to 256"),
+        (["--stop-id", "-1"], "--stop-id -1 is not a token: this model's ids are from 0 to 256"),
         (["--stop-id", "257"], "--stop-id 257"),
         (["--system", "Be brief."], "needs a chat template"),
     ):
@@ -365,8 +365,8 @@ def test_an_index_that_brought_nothing_is_told(
         told[name] = capsys.readouterr().err
     assert "no token came from" not in told["its own"]
     assert told["an other"].splitlines()[-1] == (
-        f"no token came from {tmp_path}/an other: an index helps a model that writes what stands "
-        f"in it; `foredraft explain --index '{tmp_path}/an other' --context TEXT` shows what it "
+        f"no token came from {tmp_path}/an other: an index helps if the model repeats text "
+        f"from it; `foredraft explain --index '{tmp_path}/an other' --context TEXT` shows what it "
         "would draft"
     )
     more = ("--json", "--index", str(index))

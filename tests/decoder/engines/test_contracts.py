@@ -126,6 +126,6 @@ def test_a_refusal_names_version_change_and_remedy(monkeypatch: pytest.MonkeyPat
     with pytest.raises(UnsupportedEngineError) as caught:
         check_contract(("engine",), ">=8,<9", ["Engine has no `eval`", "Engine has no `eval`"])
     assert str(caught.value) == (
-        "engine 9.1 is not the engine that drafts were written for: Engine has no `eval`: install "
-        "engine >=8,<9, with which they were tested, or a newer foredraft"
+        "engine 9.1 does not offer what drafts need: Engine has no `eval`: install "
+        "engine >=8,<9, with which drafts were tested, or a newer foredraft"
     )

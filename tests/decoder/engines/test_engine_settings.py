@@ -37,7 +37,7 @@ def test_an_engine_may_have_a_server_and_an_index_for_while_it_is_away() -> None
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"adress": "a"}, "here: adress: it is no setting"),
+        ({"adress": "a"}, "here: adress: there is no such setting"),
         ({"budget_nodes": 257}, "here: budget_nodes: Input should be less than or equal to 256"),
         ({"deadline_s": 0}, "here: deadline_s: Input should be greater than 0"),
     ],

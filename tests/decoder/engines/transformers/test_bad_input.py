@@ -61,7 +61,7 @@ def test_tokens_that_one_side_does_not_know_cost_drafts_alone(
     for _ in range(2):
         output = generated(model, prompt, custom_generate=foredraft(model, drafter))
         assert output.tolist() == [prompt + truth]
-    assert f"tokenizer of {size} tokens, but the model knows {VOCABULARY}" in caplog.text
+    assert f"tokenizer of {size} tokens, but the model has {VOCABULARY}" in caplog.text
 
 
 def test_a_drafter_that_comes_back_for_another_tokenizer_costs_drafts_alone() -> None:
