@@ -357,8 +357,8 @@ def test_unreachable_servers_of_parts_cost_drafts_only(
     servers = ("--server", "127.0.0.1:1", "--server", "127.0.0.1:2")
     assert generate(monkeypatch, model_directory, *arguments, *servers) == 0
     assert json.loads(capsys.readouterr().out)["token_ids"] == plain["token_ids"]
-    lost = [record for record in caplog.messages if "go on without" in record]
-    assert sorted(record.split()[4] for record in lost) == ["127.0.0.1:1,", "127.0.0.1:2,"]
+    lost = [record for record in caplog.messages if "continues without" in record]
+    assert sorted(record.split()[3] for record in lost) == ["127.0.0.1:1,", "127.0.0.1:2,"]
 
 
 def test_an_index_names_the_model_that_it_was_built_for(
