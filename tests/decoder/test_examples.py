@@ -38,4 +38,5 @@ def test_rollouts_of_the_example_are_checked(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["rollouts", "--steps", "3", "--tokens", "12"])
     runpy.run_path(str(DOCS.parent / "examples" / "rollouts.py"), run_name="__main__")
-    assert "all 3 greedy answers with drafts equal the model's own answers" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "all 3 greedy answers with drafts equal the model's own answers" in printed
