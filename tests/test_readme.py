@@ -27,7 +27,7 @@ PAGES = {
     "how-to": [f"docs/how-to/{name}.md" for name in ("indexing", "generating", "serving")],
 }
 GENERATING = "docs/how-to/generating.md"  # its Python: tests/decoder/test_examples.py
-MOST_WORDS = 700
+MOST_WORDS = 650
 # Of 256: on a busy machine, where wide passes are expensive, less is drafted than the README shows,
 # and the answer repeats itself, which counts for the context.
 LEAST_FROM_INDEX = 10

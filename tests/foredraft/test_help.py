@@ -174,7 +174,7 @@ def test_options_stand_below_the_title_of_their_group(
 def test_help_names_what_is_measured_where_nothing_is_named() -> None:
     bench = {option.name: option.help for option in ALL["bench"].params}
     assert f"Default: {', '.join(DEFAULT)}." in bench["contender"]
-    assert f"{TABLES} with" in bench["parallel"]
+    assert f"also {TABLES}." in bench["parallel"]
     estimate = {option.name: option.help for option in ALL["estimate"].params}
     assert f"Default: {PROMPT_LOOKUP}." in estimate["drafter"]
     assert EstimatedDrafts().drafter == [PROMPT_LOOKUP]
