@@ -304,7 +304,7 @@ class Ranks:
             )
         if self._is_busy:
             raise DecoderBusyError(
-                "the processes that share this model are decoding: finish or close that first"
+                "the processes that share this model are decoding: finish or close that decoding first"
             )
         self._is_busy = True
         try:

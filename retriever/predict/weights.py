@@ -51,8 +51,8 @@ def from_values(values: NDArray[np.float32]) -> Weights:
     rows = (values.size - _NETWORK_SIZE) / _ROW_SIZE
     if not (rows.is_integer() and 1 <= rows <= MAX_SOURCES):
         raise ValueError(
-            f"{values.size} weights: there must be {_NETWORK_SIZE}, and {_ROW_SIZE} for each of "
-            f"1 to {MAX_SOURCES} sources"
+            f"there are {values.size} weights, and {_NETWORK_SIZE} are needed plus {_ROW_SIZE} for "
+            f"each source, of which there are 1 to {MAX_SOURCES}"
         )
     weights = np.zeros(1, WEIGHTS)
     weights.view("<f4")[: values.size] = values

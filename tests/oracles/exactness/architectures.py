@@ -103,7 +103,7 @@ def page(report: dict[str, Any]) -> str:
     introduction = (
         "This page shows what models of your architecture can verify in one pass. It lists the "
         f"{report['architectures']} causal architectures of transformers "
-        f"{report['transformers']}. A tiny random model of each decoded in float32, past its "
+        f"{report['transformers']}. For each, a tiny random model decoded in float32, past its "
         "attention windows, with right, wrong, random, doubled and 200-node drafts. Its output was "
         "compared with `model.generate`, token for token. "
         f"{_differing(report['different'])} Your own model gets a shorter form of this check when "
