@@ -304,7 +304,8 @@ class Ranks:
             )
         if self._is_busy:
             raise DecoderBusyError(
-                "the processes that share this model are decoding: finish or close that decoding first"
+                "the processes that share this model are decoding: finish or close that "
+                "decoding first"
             )
         self._is_busy = True
         try:

@@ -168,8 +168,9 @@ def from_file(path: Path) -> CostCurve:
         _, _ = surface.widths[:2]  # a slope takes two widths
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CostFileError(
-            f'{path} does not hold the costs of passes: it must be {{"widths": [1, 2, ...], "seconds": '
-            "[...]} with rising widths, a file of the cost cache, or a report of `bench --json`"
+            f"{path} does not hold the costs of passes: it must be "
+            '{"widths": [1, 2, ...], "seconds": [...]} with rising widths, '
+            "a file of the cost cache, or a report of `bench --json`"
         ) from error
     return CostCurve(
         surface,
