@@ -471,13 +471,25 @@ def by_the_library(grammar: Grammar, output: Any, nodes: int) -> DraftTree | Non
 
 
 def gains(rows: Sequence[dict[str, Any]], over: str) -> dict[str, dict[str, float]]:
-    """Return by kind of grammar the median gain of forced drafts, and the least."""
+    """Return the gain of forced drafts by kind of grammar: the median and the least.
+
+    For recorded agents also the median over tools of a tool's mean gain: more than half of the
+    recorded calls are of one tool.
+    """
     found: dict[str, dict[str, float]] = {}
     for kind in dict.fromkeys(row["kind"] for row in rows):
         for key in [f"{state} {nodes}" for state in ("cold", "warm") for nodes in BUDGETS]:
-            each = [r[f"{key} forced"] / r[f"{key} {over}"] for r in rows if r["kind"] == kind]
+            by_tool: dict[str, list[float]] = {}
+            for row in rows:
+                if row["kind"] == kind:
+                    tool = row["name"].partition(" ")[2]
+                    by_tool.setdefault(tool, []).append(row[f"{key} forced"] / row[f"{key} {over}"])
+            each = list(chain.from_iterable(by_tool.values()))
             found.setdefault(kind, {})[key] = round(statistics.median(each), 2)
             found[kind][f"{key}, least"] = round(min(each), 2)
+            if kind.startswith("agents"):
+                mean = statistics.median(map(statistics.mean, by_tool.values()))
+                found[kind][f"{key}, by tool"] = round(mean, 2)
     return found
 
 
