@@ -18,7 +18,8 @@ _SIGMAS: Final = 2.0
 """Standard errors on either side of an estimate: 95% of such ranges contain the true value."""
 
 _WHY_NOTHING: Final = (
-    ", because nothing was found, or because wider passes were measured to be too expensive here"
+    ", because nothing was found, the drafter failed, or wider passes were measured to be too "
+    "expensive here"
 )
 
 UNKNOWN: Final = (

@@ -154,7 +154,8 @@ class KeptLogits:
     def __enter__(self) -> Self:
         """Load the saved entries, and start saving."""
         count = self.load()
-        _log.info("recycled logits of %d contexts, from earlier runs or other decoders", count)
+        if count:
+            _log.info("recycled logits of %d contexts, from earlier runs or other decoders", count)
         self._thread.start()
         return self
 

@@ -74,8 +74,9 @@ def shown_paths(explanation: Explanation, text_of: Callable[[list[int]], str] | 
     if not len(tree):
         return ["no draft: nothing known continues this context"]
     paths = paths_of(tree)
+    rest = f" ({_SHOWN_PATHS} of them shown)" if len(paths) > _SHOWN_PATHS else ""
     lines = [
-        f"nodes: {len(tree)}, paths: {len(paths)}, most expected tokens first",
+        f"nodes: {len(tree)}, paths: {len(paths)}{rest}, most expected tokens first",
         "first the probability that a path is accepted; below, its tokens by database",
     ]
     numbers: dict[str, int] = {}

@@ -176,7 +176,9 @@ def _estimate(
     if tokenizer is not None:
         taken.append(f"texts use the tokenizer of {tokenizer}: name your model's with --tokenizer")
     if drafts.index:
-        taken.append("no index holds the log's own outputs: they would predict themselves")
+        taken.append(
+            "not checked: no index may hold the log's own outputs, which would predict themselves"
+        )
     if fit.num_tokens:
         taken.append(
             f"{fit.num_tokens / fit.num_characters:.2f} tokens per character, "
