@@ -73,8 +73,9 @@ twice as long as a pass of one row."""
 _SPARE: Final = 16
 """Extra nodes requested, beyond those that may be verified, if drafts for likely outcomes are
 requested in advance. An extra node is a likely outcome if its parent is verified. With 4, 8, 20 and
-64 extra nodes, 16 outcomes covered 17%, 20%, 22% and 23% of an agent's steps; edits and chats
-differ by one percentage point. If no outcome was guessed, more nodes take longer to draft."""
+64 extra nodes, 16 outcomes covered 17%, 20%, 22% and 23% of an agent's steps; on edits and chats
+the shares differ by one percentage point. If no outcome was guessed, more nodes take longer to
+draft."""
 
 _MOST_ASKED: Final = Limits().max_budget_nodes
 """Most nodes of a tree to request, extra nodes included: services refuse larger requests."""
@@ -904,7 +905,7 @@ def _shares(wanted: Sequence[int], room: int) -> list[int]:
 
 
 def _charge(rows: Sequence[_Row], draft_s: float, target_s: float, whole_s: float) -> None:
-    """Divide the time of a pass: drafting evenly among the verified sequences, the pass by rows."""
+    """Divide drafting time equally among verified sequences, and pass time by their rows."""
     num_drafted = sum(row.is_verified for row in rows)
     width = sum(row.width for row in rows)
     host_s = whole_s - draft_s - target_s - sum(row.learn_s for row in rows)

@@ -84,7 +84,7 @@ class FadingLine:
 
 
 class RecentMedian:
-    """The median of the latest values: outliers do not matter if they are less than half.
+    """The median of the latest values: outliers do not matter if they are fewer than half.
 
     Args:
         count: number of latest values that count; a lasting change shows after half as many.

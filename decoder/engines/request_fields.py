@@ -97,7 +97,7 @@ class FieldReader:
         self._vocabulary = vocabulary
 
     def read(self, carried: Mapping[str, Any] | None) -> tuple[RequestFields, str]:
-        """Return a request's fields, and a text about those that are not followed, empty if none.
+        """Return a request's fields, and a text about fields that are not followed, or "".
 
         Args:
             carried: all extra fields of the request, including fields for other software.

@@ -19,8 +19,8 @@ from decoder.model.tree_rows import TreeRows
 _UNFUSED_SCORES: Final = 7000
 """Least number of scores of a head (rows of its group times keys) for which two products and a
 softmax are faster than the fused kernel. Measured in half precision on a CPU: for 12 rows and 400
-keys the fused kernel takes 48 µs against 55 µs; for 24 rows and 1,000 keys, 177 µs against 96
-µs."""
+keys, the fused kernel takes 48 µs and the two products 55 µs. For 24 rows and 1,000 keys, they take
+177 µs and 96 µs."""
 
 _HALF: Final = (torch.bfloat16, torch.float16)
 
@@ -221,7 +221,7 @@ def hide(mask: torch.Tensor, rows: TreeRows, first_key: int = 0, window: int | N
     """Set a mask to hide the keys that the rows of a pass may not see.
 
     Args:
-        mask: additive mask, [n, keys], over the context from `first_key` on, then all rows.
+        mask: additive mask, [n, keys]; the keys are the context from `first_key` on, then all rows.
         rows: rows of the pass.
         first_key: position of the first key in the mask.
         window: number of positions that each row sees, itself included; `None` for all.

@@ -36,8 +36,8 @@ from retriever.drafter import TokenIds
 
 _FRAME: Final = 16_384
 """Bytes of a message that is sent in one broadcast: a step of eight sequences with trees of 64
-nodes takes 11 kB. A second broadcast would take as long as the first. Over gloo, 64 kB take as long
-as 4 kB."""
+nodes takes 11 kB. A second broadcast would take as long as the first. Over gloo, sending 64 kB
+takes as long as sending 4 kB."""
 
 _SILENCE: Final = timedelta(days=1)
 """Time that a process waits for the first process, which may itself wait for its user. If a process
@@ -304,7 +304,8 @@ class Ranks:
             )
         if self._is_busy:
             raise DecoderBusyError(
-                "the processes that share this model are decoding: finish or close that decoding first"
+                "the processes that share this model are decoding: finish or close that decoding "
+                "first"
             )
         self._is_busy = True
         try:

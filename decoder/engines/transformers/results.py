@@ -68,7 +68,7 @@ class Wanted:
 
     @classmethod
     def of(cls, config: GenerationConfig, cache: Cache | None) -> "Wanted":
-        """Return what a call wants.
+        """Return what a call requests.
 
         Args:
             config: config of the call.
