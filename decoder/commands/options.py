@@ -73,8 +73,8 @@ class AnsweredPrompts(PromptSettings):
         Metavar("NAME"),
         Field(
             description="Answers of one group that are generated at the same time draft from one "
-            "another: those of --parallel, and of other commands that share a service. For similar "
-            "answers: samples of one prompt, agents on one task."
+            "another: those of --parallel, and of other commands that share a service. Use it for "
+            "similar answers, such as samples of one prompt or agents on one task."
         ),
     ] = ""
     parallel: Annotated[

@@ -19,7 +19,7 @@ _MOST_PROCESSES: Final = 8
 """Most helper processes: each loads the drafting code, a few hundred megabytes."""
 
 _WORTH_TOKENS: Final = 5000
-"""Tokens in a log below which a replay ends before another process has started."""
+"""With fewer tokens in a log, a replay ends before another process has started."""
 
 
 Seen = Callable[[ProjectedOutcome, int], None]

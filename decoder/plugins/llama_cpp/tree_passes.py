@@ -313,7 +313,7 @@ class TreePasses:
 
 
 def _is_for_generate(caller: FrameType) -> bool:
-    """Return whether the engine's own loop calls, and not a user who may want the logits."""
+    """Return whether the caller is the engine's own loop, not a user who may want the logits."""
     return caller.f_code is Llama.generate.__code__
 
 

@@ -48,7 +48,8 @@ _REDUNDANT: Final = {"d2t", "t2d", "lm_head.weight"}
 """Tensors that some files hold needlessly: maps of a whole vocabulary, and the target's head."""
 
 _DIGESTED_ROWS: Final = 16
-"""Embeddings in the digest. Fine-tuning changes the norms and the embeddings of used tokens."""
+"""Number of embeddings in the digest. Fine-tuning changes the norms and the embeddings of used
+tokens."""
 
 
 @dataclass(frozen=True, slots=True)

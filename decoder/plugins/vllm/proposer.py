@@ -325,7 +325,7 @@ class ForedraftProposer:
         try:
             fields, ignored = self._fields.read(runner.carried_by(state))
         except InvalidRequestError as error:
-            fields, ignored = NOT_DRAFTED, f"{error}; it is not drafted for"
+            fields, ignored = NOT_DRAFTED, f"{error}; it gets no drafts"
         if ignored:
             self._complaints.add(name, ignored)
         return NamedRequest(name, state, fields)
