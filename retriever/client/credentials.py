@@ -77,7 +77,9 @@ class Credentials:
         if (self.certificate is None) != (self.key is None):
             raise CredentialsError("a certificate and its key belong together: give both")
         if self.tls is False and (self.ca or self.certificate):
-            raise CredentialsError("ca and certificate are for TLS: leave them out, or tls = false")
+            raise CredentialsError(
+                "ca and certificate are for TLS: leave them out, or leave out tls = false"
+            )
         if self.token is not None:
             _check_token(self.token)
             if self.token_file is not None:

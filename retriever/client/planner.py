@@ -420,7 +420,7 @@ class Planner:
         ]
 
     def server_of(self, session: str) -> str:
-        """Return the address of the server of a session; the first of several.
+        """Return the address of a session's server; of several servers, the first.
 
         Raises:
             UnknownSessionError: the session is not open.

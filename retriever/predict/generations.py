@@ -210,7 +210,8 @@ class Generations:
 
         The output is queued immediately, so a deletion before the first piece also deletes it.
         Others may use this object between pieces, and find the pieces added so far. Outputs that
-        arrive meanwhile follow it. If everything is deleted meanwhile, nothing of it remains.
+        arrive meanwhile follow it. If everything is deleted meanwhile, nothing of the output
+        remains.
         """
         if self._is_quick(len(output.tokens) + 1):
             self.extend([output])
@@ -328,7 +329,7 @@ class Generations:
         self._settle()
 
     def shrink(self) -> bool:
-        """Keep only the newest outputs, in a ring of half the size; return False if it is small.
+        """Keep only the newest outputs, in a ring half as large; return False for a small ring.
 
         Takes 20 ms for a million tokens.
         """

@@ -2,7 +2,7 @@
 
 Runs after the draft, off the hot path. The rows of evidence stay in the predictor's memory until
 the next draft. Rows whose continuation starts with a node's path support the node. A node without
-such a row comes from counts: of what follows its last one to three tokens in the phrase tables, the
+such a row comes from counts of what follows its last one to three tokens in the phrase tables, the
 sequence or generations.
 """
 

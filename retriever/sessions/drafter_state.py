@@ -122,7 +122,8 @@ class DrafterState:
         copying: held while the state directory is copied.
 
     Raises:
-        InvalidRequestError: the indexes have different vocabularies, or a phrase has another one.
+        InvalidRequestError: the indexes have different vocabularies, or a phrase does not fit
+            theirs.
         StateError: `state` cannot be used.
         VocabularyMismatchError: `state` holds outputs of another tokenizer.
         RetrieverError: a plugin cannot be attached.

@@ -174,7 +174,7 @@ def opened_indexes(
 
     Raises:
         indexer.errors.IndexerError: an index is missing, damaged or of another tokenizer. If such
-            indexes are skipped, none can be opened to get the vocabulary.
+            indexes are skipped, the error means that none can be opened to get the vocabulary.
         InvalidRequestError: a tenant's name is invalid.
     """
     shared, bound = list(paths), bound or BoundPaths()

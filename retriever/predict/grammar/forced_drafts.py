@@ -304,7 +304,7 @@ class ForcedDrafts:
         return are_allowed
 
     def _cut(self, key: tuple[int, ...], recent: tuple[int, ...], string: Forced) -> _Cut:
-        """Return the string's tokens as they follow `recent`; without it if the two do not join."""
+        """Return the string's tokens after `recent`, or without `recent` if the two do not join."""
         cuts, whole = self._learned.cuts, (key, *string[:3], string.chosen_from)
         found = cuts.get(whole)
         if found is None:
