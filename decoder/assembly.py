@@ -297,7 +297,7 @@ def _retrieval(
 
 
 def draft_limits(language_model: LanguageModel) -> DraftLimits:
-    """Return the vocabulary size of a model and that of drafters with its tokenizer."""
+    """Return the vocabulary sizes of a model and of drafters with its tokenizer."""
     embeddings = language_model.model.get_input_embeddings().get_parameter("weight")
     return DraftLimits(int(embeddings.shape[0]), language_model.vocabulary.size)
 

@@ -1,4 +1,4 @@
-"""The speedup from drafts: the seconds that answers take, against those of plain decoding."""
+"""The speedup from drafts: compares the seconds that answers take with plain decoding."""
 
 from dataclasses import dataclass
 from typing import Any, Final

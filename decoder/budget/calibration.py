@@ -36,7 +36,7 @@ class Calibration:
         self._decay = decay
         self._prior_nodes = prior_nodes
         self._most_from_draft = most_from_draft
-        # float64[2, sources, bins]: number of nodes expected to be right, and of those that were
+        # float64[2, sources, bins]: number of nodes expected to be right, and of nodes that were
         self._counts = np.zeros((2, 1, len(self._edges) + 1))
 
     def corrected(

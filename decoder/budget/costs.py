@@ -274,7 +274,7 @@ class StepOverhead:
 
     @property
     def plain(self) -> float:
-        """Ratio of a plain step's duration to the predicted cost of its pass."""
+        """A plain step's duration, divided by the predicted cost of its pass."""
         return (self._plain.value() or 1.0) if self.is_known else 1.0
 
     @property

@@ -210,7 +210,7 @@ class ModelSettings(ModelChoice):
 
 
 def _model_of(indexes: Sequence[Path]) -> str:
-    """Return the model for which the indexes were built, else the default model."""
+    """Return the model for which the indexes were built, or the default model."""
     from retriever.sessions.options import indexed_tokenizer  # noqa: PLC0415  (loads numba)
 
     name = indexed_tokenizer(indexes)

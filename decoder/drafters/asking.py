@@ -135,7 +135,7 @@ class AskingRule:
         return self._asking_trials.allow(pays=gain * token_s >= seconds)
 
     def is_worthwhile(self, reach: float) -> bool:
-        """Return whether a further pass pays off; each call counts as one pass considered.
+        """Return whether a further pass pays off; each call counts as one considered pass.
 
         Args:
             reach: expected number of the pass's nodes that the target reaches.

@@ -274,7 +274,7 @@ class Frontier:
         self._is_expandable.append(is_expandable and is_shallow)
 
     def _keep(self, candidates: Sequence[int]) -> None:
-        """Keep the most probable nodes; of equally probable nodes, the first."""
+        """Keep the most probable nodes; among equally probable nodes, keep the first."""
         values = self._log_probabilities
         probable = [node for node in candidates if values[node] >= self._min_log_probability]
         self.kept = sorted(probable, key=values.__getitem__, reverse=True)[: self._max_nodes]

@@ -202,8 +202,8 @@ class EngineSettings(ClientSettings, EmbeddedSettings):
         Field(
             ge=1,
             le=256,
-            description="Most threads for the drafts of a step, in process: as many as there are "
-            "processors that are otherwise idle at that time.",
+            description="Most threads for the drafts of a step, in process. Give as many as there "
+            "are processors that are otherwise idle at that time.",
         ),
     ] = 1
 

@@ -115,8 +115,8 @@ Windows = Mapping[str, int | None]
 
 
 _MOST_SCORES: Final = 1 << 25
-"""Most scores of all heads that are in memory at a time: 128 MiB in single precision. Attention
-over larger contexts is computed in pieces."""
+"""Most scores, over all heads, in memory at a time: 128 MiB in single precision. Attention over
+larger contexts is computed in pieces."""
 
 
 _ALIGNED: Final = 8
@@ -542,8 +542,8 @@ requests, int64[rows, 2], which are random numbers and drawings as in `Inputs`."
 _ASKED: Final = "asked"
 
 MOST_ROWS: Final = 256
-"""Rows of the widest captured pass, as many as the nodes of a drafter's largest tree. Each power of
-two up to this number is captured separately, which takes time and memory."""
+"""Number of rows in the widest captured pass: a drafter's largest tree has as many nodes. Each
+power of two up to this number is captured separately, which takes time and memory."""
 
 _MOST_DRAWINGS: Final = 8
 """Most sampling settings that are captured, each for every power of two of rows. With further

@@ -65,8 +65,8 @@ class Dealing:
             heads that share keys form one product.
         sizes: number of queries of each group.
         masks: mask of each group, in the form that the group's calls need.
-        taken: int64[rows * heads], for each row and head, the index of its result among all calls'
-            results.
+        taken: int64[rows * heads], index of each row and head's result among the results of all
+            calls.
     """
 
     given: torch.Tensor

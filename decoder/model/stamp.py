@@ -26,7 +26,7 @@ def undisturbed(look: Callable[[], _Found]) -> _Found:
     """Return the result of reading a model's modules, retried if another thread changes them.
 
     Raises:
-        RuntimeError: reading failed with this error a hundred times.
+        RuntimeError: reading failed a hundred times; this is the last error.
     """
     for _ in range(_MOST_LOOKS - 1):
         with suppress(RuntimeError):  # a table changed during iteration

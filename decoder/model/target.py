@@ -374,7 +374,7 @@ class Target:
         return Structure.of(model).is_of(self._structure) and weights_of(model) == self._weights
 
     def _agreed(self, verdict: ModelVerdict | None) -> ModelVerdict | None:
-        """Return the verdict; if processes share the model, that of the first process."""
+        """Return the verdict; processes that share a model use the first process's verdict."""
         return verdict if self.ranks is None else self.ranks.decided(lambda: verdict, self)
 
     @torch.no_grad()

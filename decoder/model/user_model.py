@@ -215,7 +215,7 @@ def _written_in(kind: type[nn.Module]) -> tuple[str, str]:
 
 
 def taken_by(model: PreTrainedModel) -> Mapping[str, inspect.Parameter]:
-    """Return the named inputs of a model's `forward`; if it names none, those of its class."""
+    """Return the inputs that a model's `forward` names; if none, those that its class names."""
     taken = inspect.signature(model.forward).parameters
     if all(each.kind in _UNNAMED for each in taken.values()):
         return inspect.signature(type(model).forward).parameters

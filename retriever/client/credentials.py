@@ -193,7 +193,7 @@ class Credentials:
         return bool(self.ca or self.certificate) or not _is_local(address)
 
     def _with_own(self, options: _Options) -> list[tuple[str, Any]]:
-        """Return channel options extended by those that follow from these credentials."""
+        """Return channel options, and add the options that these credentials require."""
         own: list[tuple[str, Any]] = []
         if self.server_name:
             own.append(("grpc.ssl_target_name_override", self.server_name))

@@ -267,8 +267,8 @@ class Planner:
 
     Attributes:
         conversations: conversations by address.
-        vocabulary: vocabulary that all servers must have, if they hold parts of one corpus; else
-            None.
+        vocabulary: vocabulary that all servers must have, if they hold parts of one corpus;
+            otherwise None.
 
     Raises:
         InvalidRequestError: there is no address, or a duplicate.

@@ -38,7 +38,7 @@ from retriever.predict.step_record import (
 from retriever.tree import NODE_BYTES, BlockTree, DraftTree
 
 LEAST_SEQUENCES: Final = 4
-"""Fewest sequences per thread in a step; with fewer, waking a thread costs what it saves."""
+"""Fewest sequences per thread in a step; with fewer, waking a thread takes as long as it saves."""
 
 _NO_LIVE: Final = live_table(0)
 _COMMIT: Final = OUTCOME + APPEND
@@ -433,7 +433,7 @@ class Predictor:
         return self._threads
 
     def _helping(self, num_sequences: int) -> list[Scratch]:
-        """Return the scratch memory of each helper thread that pays off."""
+        """Return the scratch memory of each helper thread that saves time."""
         wanted = min(self._num_threads, num_sequences // LEAST_SEQUENCES) - 1
         while len(self._scratches) < wanted:
             self._scratches.append(Scratch(self._max_budget, prior=self._prior))

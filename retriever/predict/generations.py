@@ -184,7 +184,7 @@ class Generations:
             self.extend([Output(output, self._clock() if time_s is None else time_s)])
 
     def extend(self, outputs: Sequence[Output]) -> None:
-        """Remember several outputs, oldest first, after those still being added in pieces."""
+        """Remember several outputs, oldest first, after outputs that are still added in pieces."""
         if self._is_adding:
             self._coming.extend(outputs)
             return
@@ -206,7 +206,8 @@ class Generations:
         self._settle()
 
     def adding(self, output: Output) -> Iterator[None]:
-        """Remember an output; for a long one, return an iterator that adds pieces of a millisecond.
+        """Remember an output; a long output is added by the returned iterator, a millisecond a
+        piece.
 
         The output is queued immediately, so a deletion before the first piece also deletes it.
         Others may use this object between pieces, and find the pieces added so far. Outputs that

@@ -272,7 +272,7 @@ _LOOKED_AT_FIRST: Final = 64  # tokens; most agreements are shorter
 
 
 def _longest(text: TokenIds, others: Iterable[TokenIds]) -> int:
-    """Return the longest common suffix, in tokens, of a text and any of the others."""
+    """Return the length of the longest suffix, in tokens, that a text shares with another."""
     return max((_agreement(text, other) for other in others), default=0)
 
 

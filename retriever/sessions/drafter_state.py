@@ -367,7 +367,7 @@ class DrafterState:
         return self.findings.fetch(tenant, model, before)
 
     def delete(self, tenant: str, key: SessionKey | None = None) -> None:
-        """Delete data of a tenant or of its sessions of a name; see `EmbeddedDrafter.delete`.
+        """Delete data of a tenant, or of its sessions with a name; see `EmbeddedDrafter.delete`.
 
         Other callers draft meanwhile.
         """

@@ -120,7 +120,8 @@ class OpeningOptions(TypedDict, total=False):
         refresh_s: how often to check for changed indexes in a separate thread, in seconds; 0 for
             never. `refresh` checks immediately.
         threads: most threads that share a step of several sequences; 1 by default. A helper thread
-            that waits for a processor delays the step, so give only as many as are free.
+            that waits for a processor delays the step, so give only as many as there are free
+            processors.
         predictor: grows the trees, with room for `limits`; created if not given.
         plugins: options of plugins to attach, such as `ReplicationOptions`.
         tokenizer: returns the sequences' tokenizer; called at the first sequence with a constraint.

@@ -155,9 +155,9 @@ class Benchmark:
     """Compares contenders under each setting and at each width, and reports the circumstances.
 
     All contenders decode each group of prompts in turn. So the figures of a group are measured at
-    about the same time. A group is one prompt if prompts are decoded one by one, else enough
-    prompts to fill all places. The same drafters decode all groups, as in real use, so they may
-    draft from their outputs for earlier groups.
+    about the same time. A group is one prompt if prompts are decoded one by one; otherwise it fills
+    all places. The same drafters decode all groups, as in real use, so they may draft from their
+    outputs for earlier groups.
 
     Args:
         language_model: the model of all contenders.
@@ -506,8 +506,8 @@ class Benchmark:
 def grouped(cases: Sequence[BenchPrompt], parallel: int) -> list[Group]:
     """Return prompts in groups that fill all places; leftover prompts are dropped.
 
-    A group has twice as many prompts as are decoded in parallel, if that leaves enough groups, else
-    just as many. If prompts are decoded one by one, each prompt is a group.
+    A group has twice as many prompts as are decoded in parallel, if that leaves enough groups;
+    otherwise it has just as many. If prompts are decoded one by one, each prompt is a group.
     """
     size = parallel * _ROUNDS
     if parallel == 1 or len(cases) // size < _FEW_GROUPS:

@@ -39,7 +39,8 @@ class CostCurve:
         surface: seconds by context and by tokens of one sequence in the pass.
         source: where the figures come from, in a few words.
         assumptions: the assumptions behind the figures, one sentence each.
-        batch: number of sequences that share a pass; they are drafted for one after the other.
+        batch: number of sequences that share a pass; the drafter drafts for them one after the
+            other.
         roofline: name of the roofline that gave the figures; empty if passes were measured. A
             roofline leaves out the engine's own time, so its speed-ups are upper bounds.
     """
@@ -168,8 +169,8 @@ def from_file(path: Path) -> CostCurve:
         _, _ = surface.widths[:2]  # a slope takes two widths
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CostFileError(
-            f'{path} does not hold the costs of passes: it must be {{"widths": [1, 2, ...], "seconds": '
-            "[...]} with rising widths, a file of the cost cache, or a report of `bench --json`"
+            f'{path} does not hold the costs of passes: it must be {{"widths": [1, 2, ...], '
+            '"seconds": [...]} with rising widths, a file of the cost cache, or a report of `bench --json`'
         ) from error
     return CostCurve(
         surface,

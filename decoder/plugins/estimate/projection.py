@@ -20,7 +20,7 @@ from retriever.traces.traces import Trace
 from retriever.tree import DraftTree
 
 PAYING: Final = "paying"
-"""Budget in place of a number: as many nodes as pay off by the curve, as in the decoder."""
+"""A budget without a number: as many nodes as pay off by the curve, as in the decoder."""
 
 Nodes = int | str
 """Largest number of nodes in a draft, or `PAYING`."""

@@ -379,7 +379,7 @@ def _empty(shape: HeadConfig) -> Head:
 
 
 def _sources(head: Head, shapes: Shapes) -> dict[str, str]:
-    """Return, for each tensor of a head, the name of its tensor in a file, which may lack it.
+    """Return, for each tensor of a head, its name in a file; the file may lack the tensor.
 
     Weights that depths share may be stored only once. t2d is left out if the file lacks it, because
     it follows from d2t.

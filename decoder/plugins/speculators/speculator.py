@@ -1,4 +1,4 @@
-"""A head that reads draft trees, with its keys and values and the target's states that it reads.
+"""A head that reads draft trees, with its keys and values and the target's states.
 
 The keys and values of committed tokens come from the target's own states. The keys and values of a
 tree come from the head's outputs and are appended after them. Each node sees only its ancestors in

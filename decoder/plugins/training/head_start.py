@@ -122,7 +122,7 @@ def last_layer(language_model: LanguageModel) -> Any:
     """Return the target's last layer.
 
     Raises:
-        UnsupportedModelError: it is not a Llama layer, and heads can only be made from those.
+        UnsupportedModelError: it is not a Llama layer; heads can only be made from Llama layers.
     """
     base: Any = language_model.model.base_model
     layer = base.layers[num_states(language_model.model) - 1]

@@ -2,7 +2,7 @@
 
 It receives the target's outer layers and finished sequences on its standard input. It trains at the
 lowest priority, within a share of one core's time. When the head predicts held-out sequences
-better, it writes the head; else it restores the best weights. So the head follows the current
+better, it writes the head; otherwise it restores the best weights. So the head follows the current
 requests, as in online speculative decoding (Liu et al., 2024, arXiv:2310.07177). It learns the
 target's own distribution on the target's own text, as in DistillSpec (arXiv:2310.08461).
 

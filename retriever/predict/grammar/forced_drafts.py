@@ -109,7 +109,7 @@ class Learned:
     forbidden: float = 0.5
 
     def probabilities(self) -> list[float]:
-        """Return for each kind how likely a forced token is, given that those before it came."""
+        """Return, for each kind, a forced token's probability if the tokens before it came true."""
         return [came / (came + missed) for came, missed in self.trust]
 
     def count(self, kind: int, *, came: bool) -> None:
