@@ -206,10 +206,9 @@ class Generations:
         self._settle()
 
     def adding(self, output: Output) -> Iterator[None]:
-        """Remember an output; a long output is added by the returned iterator, a millisecond a
-        piece.
+        """Remember an output; if it is long, the returned iterator adds it in pieces.
 
-        The output is queued immediately, so a deletion before the first piece also deletes it.
+        A piece takes a millisecond. The output is queued immediately, so a deletion before the first piece also deletes it.
         Others may use this object between pieces, and find the pieces added so far. Outputs that
         arrive meanwhile follow it. If everything is deleted meanwhile, nothing of the output
         remains.

@@ -170,7 +170,8 @@ def from_file(path: Path) -> CostCurve:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CostFileError(
             f'{path} does not hold the costs of passes: it must be {{"widths": [1, 2, ...], '
-            '"seconds": [...]} with rising widths, a file of the cost cache, or a report of `bench --json`'
+            '"seconds": [...]} with rising widths, a file of the cost cache, or a report of '
+            "`bench --json`"
         ) from error
     return CostCurve(
         surface,
