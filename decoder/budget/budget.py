@@ -52,7 +52,7 @@ and gains 1% if the text changes; 0.5 loses up to 4% if drafters switch every se
 
 _PROBING_SHARE: Final = 0.01
 """Share of decoding time that trials of a useless drafter may take. In simulated decoding a useless
-drafter costs 1.6% more with 0.03. With 0.003 it is noticed late that a drafter is right again,
+drafter costs 1.6% more with 0.03. With 0.003 the budget notices late that a drafter is right again,
 which costs 5%."""
 
 _LONGEST_PAUSE: Final = 512

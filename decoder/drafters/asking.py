@@ -28,8 +28,8 @@ _RECENT: Final = 15
 pauses do not change the median."""
 
 _LITTLE: Final = 8
-"""Number of new tokens that a drafting model reads in hardly more time than one token. If it had
-more to read before a draft, such as a prompt, the time is only an upper bound of the cost per
+"""Number of new tokens that a drafting model reads in hardly more time than one token. If it reads
+more before a draft, such as a prompt, the measured time is only an upper bound of the cost per
 step."""
 
 _TIMED: Final = 6

@@ -218,7 +218,7 @@ class Frontier:
         return np.array([self._log_probabilities[node] for node in nodes], np.float64)
 
     def worth_expanding(self, width: int) -> list[int]:
-        """Return up to `width` most probable nodes whose children may still enter the tree.
+        """Return the most probable nodes, at most `width`, whose children may still enter the tree.
 
         No node is more probable than its parent, so children of a full tree's last node cannot
         enter.

@@ -2,8 +2,8 @@
 
 In every step an engine passes rows: the tokens of the running sequences. If the engine names a
 row's request, that name identifies the row's sequence, which ends with the request. Otherwise the
-engine does not report either when a sequence begins, ends, is aborted or waits for memory. Then a
-row continues the sequence whose tokens are a prefix of the row.
+engine does not report when a sequence begins, ends, is aborted or waits for memory. Then a row
+continues the sequence whose tokens are a prefix of the row.
 """
 
 import math

@@ -69,8 +69,8 @@ SHAPING: Final = (
     *(each for each in _NAMES if each not in {"drafts", "tenant", "remember", _LATE}),
     _LATE,
 )
-"""Fields that affect what is drafted, not the tenant or what is stored. A field that depends on
-other fields comes after them."""
+"""Fields that affect only what is drafted, and neither the tenant nor what is stored. A field that
+depends on other fields comes after them."""
 
 
 class FieldReader:

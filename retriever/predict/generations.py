@@ -63,8 +63,8 @@ def session_origin(name: str) -> bytes:
 
 
 _MARGIN: Final = 8
-"""Tokens are subtracted from the counts this many tokens before they are overwritten: the context
-of a token is the tokens before it, so they must still exist."""
+"""Tokens are subtracted from the counts this many tokens before they are overwritten, because the
+tokens before them, their context, must still exist."""
 
 _AT_ONCE: Final = 1 << 12
 """Most tokens added in one piece while others wait; this takes a millisecond or two."""
@@ -208,10 +208,10 @@ class Generations:
     def adding(self, output: Output) -> Iterator[None]:
         """Remember an output; if it is long, the returned iterator adds it in pieces.
 
-        A piece takes a millisecond. The output is queued immediately, so a deletion before the first piece also deletes it.
-        Others may use this object between pieces, and find the pieces added so far. Outputs that
-        arrive meanwhile follow it. If everything is deleted meanwhile, nothing of the output
-        remains.
+        A piece takes a millisecond. The output is queued immediately, so a deletion before the
+        first piece also deletes it. Others may use this object between pieces, and find the pieces
+        added so far. Outputs that arrive meanwhile follow it. If everything is deleted meanwhile,
+        nothing of the output remains.
         """
         if self._is_quick(len(output.tokens) + 1):
             self.extend([output])

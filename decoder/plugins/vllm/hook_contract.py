@@ -172,7 +172,7 @@ class Step:
     """The arguments of vLLM in one step.
 
     Attributes:
-        sampled: the new tokens of each row; empty while its prompt is read.
+        sampled: the new tokens of each row; a row is empty while its prompt is read.
         lengths: integers[m], the length of each row, new tokens included.
         table: integers[m, max_model_len], the tokens of each row; m is at least the number of rows.
     """
