@@ -67,8 +67,7 @@ class GenerationStartedError(DecoderError):
 
 
 class PromptFileError(DecoderError):
-    """Prompts cannot be read from a file or standard input; the message says from which, and
-    why."""
+    """Prompts cannot be read from a file or standard input; the message names it and the reason."""
 
 
 class ContradictoryOptionsError(DecoderError):
