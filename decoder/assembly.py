@@ -71,8 +71,8 @@ def load_draft_reader(
         name: a hub id, a directory or a `.gguf` file; see `ModelOptions`.
         target: the model to draft for.
         indexes: folders of the indexes whose frequent tokens make up a trimmed vocabulary.
-        num_tokens: size of the trimmed vocabulary, the most frequent tokens of the indexes; `None`
-            for the full vocabulary.
+        num_tokens: number of tokens in the trimmed vocabulary, which are the indexes' most frequent
+            tokens; `None` for the full vocabulary.
 
     Raises:
         ContradictoryOptionsError: the vocabulary is to be trimmed, but no index is given to count
@@ -297,7 +297,7 @@ def _retrieval(
 
 
 def draft_limits(language_model: LanguageModel) -> DraftLimits:
-    """Return the vocabulary size of a model and that of drafters with its tokenizer."""
+    """Return the vocabulary sizes of a model and of drafters with its tokenizer."""
     embeddings = language_model.model.get_input_embeddings().get_parameter("weight")
     return DraftLimits(int(embeddings.shape[0]), language_model.vocabulary.size)
 
@@ -331,8 +331,8 @@ def assemble(  # noqa: PLR0913  all but the first three are options
         drafter: the drafter that proposes drafts.
         accept: the rule that accepts or rejects drafted tokens.
         costs: stores measured costs for the next start; `None` to measure at every start.
-        num_ahead: number of likely outcomes of a pass for which the drafter drafts while it runs;
-            see `Decoder`.
+        num_ahead: number of likely outcomes of a pass for which the drafter drafts while the pass
+            runs; see `Decoder`.
         prepared: the workload for which memory is allocated and CUDA graphs are captured now; see
             `Target.prepare`.
 

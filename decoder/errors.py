@@ -11,7 +11,7 @@ class DecoderError(Exception):
 
 
 class ModelLoadError(DecoderError):
-    """A model or its tokenizer cannot be loaded; the message says which and why."""
+    """A model or its tokenizer cannot be loaded; the message gives the name and the reason."""
 
 
 class DeviceError(DecoderError):
@@ -67,7 +67,7 @@ class GenerationStartedError(DecoderError):
 
 
 class PromptFileError(DecoderError):
-    """Prompts cannot be read from a file or standard input; the message says which and why."""
+    """Prompts cannot be read from a file or standard input; the message names it and the reason."""
 
 
 class ContradictoryOptionsError(DecoderError):

@@ -71,10 +71,11 @@ yields. So sharing a pass slows prompts and outputs equally. On two cores a pass
 twice as long as a pass of one row."""
 
 _SPARE: Final = 16
-"""Extra nodes requested, beyond those that may be verified, if drafts for likely outcomes are
+"""Number of nodes to request beyond those that may be verified, if drafts for likely outcomes are
 requested in advance. An extra node is a likely outcome if its parent is verified. With 4, 8, 20 and
-64 extra nodes, 16 outcomes covered 17%, 20%, 22% and 23% of an agent's steps; edits and chats
-differ by one percentage point. If no outcome was guessed, more nodes take longer to draft."""
+64 extra nodes, 16 outcomes covered 17%, 20%, 22% and 23% of an agent's steps; on edits and chats
+the shares differ by one percentage point. If no outcome was guessed, more nodes take longer to
+draft."""
 
 _MOST_ASKED: Final = Limits().max_budget_nodes
 """Most nodes of a tree to request, extra nodes included: services refuse larger requests."""
@@ -291,8 +292,7 @@ class Generation:
 
     Attributes:
         number: number of the request, counted from 0.
-        statistics: counts and times so far; of passes with several sequences, this sequence's
-            share.
+        statistics: counts and times so far; a shared pass counts with this sequence's share of it.
         error: the error that ended the sequence early.
         is_over: whether the sequence has ended.
         drafter: the sequence's drafter, once it has started.
@@ -520,7 +520,7 @@ class _Row:
     Attributes:
         generation: the sequence's generation.
         place: number of the place that holds the sequence's keys and values.
-        num_prompt: number of tokens to read first; after a restart, with those already generated.
+        num_prompt: number of tokens to read first; after a restart, they include generated tokens.
         num_read: number of prompt tokens read so far.
         pieces: hidden states of the prompt chunks that were read.
         proposed: the tree that the drafter returned.
@@ -904,7 +904,7 @@ def _shares(wanted: Sequence[int], room: int) -> list[int]:
 
 
 def _charge(rows: Sequence[_Row], draft_s: float, target_s: float, whole_s: float) -> None:
-    """Divide the time of a pass: drafting evenly among the verified sequences, the pass by rows."""
+    """Divide drafting time equally among verified sequences, and pass time by their rows."""
     num_drafted = sum(row.is_verified for row in rows)
     width = sum(row.width for row in rows)
     host_s = whole_s - draft_s - target_s - sum(row.learn_s for row in rows)

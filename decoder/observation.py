@@ -34,8 +34,8 @@ class Statistics:
         draft_s: seconds spent in the drafter.
         target_s: seconds spent in the target model, including the wait for its chosen tokens.
         prompt_s: the part of `target_s` spent on the prompt.
-        total_s: total seconds, first token to last; what is not drafter or target is the loop
-            itself.
+        total_s: total seconds from the first token to the last; the loop itself takes the time
+            outside drafter and target.
     """
 
     num_passes: int = 0

@@ -1,4 +1,4 @@
-"""The speedup from drafts: the seconds that answers take, against those of plain decoding."""
+"""The speedup from drafts: compares the seconds that answers take with plain decoding."""
 
 from dataclasses import dataclass
 from typing import Any, Final
@@ -78,7 +78,7 @@ class Speedup:
 
     @property
     def _off(self) -> float:
-        """How many times as long passes take now as when their costs were measured."""
+        """Ratio of passes' current durations to those when their costs were measured."""
         return self.passes_s / self.measured_s if self.measured_s else 1.0
 
     @property
@@ -126,7 +126,7 @@ class Speedup:
             step: the pass, as one of its sequences observed it.
             plain_s: estimated seconds of a plain pass over all sequences of this pass.
             wide_s: estimated seconds of a pass as wide as this one.
-            load: how many times as long passes take now as when their costs were measured.
+            load: ratio of passes' current durations to those when their costs were measured.
         """
         whole_s = step.times.target_s * step.width / (1 + len(step.tree))
         share_s = whole_s * plain_s / wide_s / step.num_sequences  # it holds all of them
@@ -184,7 +184,7 @@ class Speedup:
         return f"{gain}, measured{useless}: {seconds}; {self._identity()}"
 
     def _surety(self) -> str:
-        """Return how certain an estimate is, and whether drafts do not pay."""
+        """Return how certain an estimate is, and whether drafts fail to pay off."""
         passes = counted(self.num_passes, "pass", "passes")
         if self.range is None:
             return f", by a rough estimate from {passes}"

@@ -111,7 +111,7 @@ class StopStrings:
         return len(self.strings)
 
     def first(self, text: str) -> tuple[int, str | None]:
-        """Return the end and the string of the first match, the longest of those that end there."""
+        """Return where the first match ends, and its string, the longest that ends there."""
         end, string = next(self._automaton.iter(text), (-1, None)) if self.strings else (-1, None)
         return end + 1, string
 

@@ -25,9 +25,9 @@ decoding 0.9 is 1% slower with a slow drafter, and 0.99 is up to 8% slower if th
 
 _LIKENESS: Final = 0.7
 """Weight of this step's own pace against the recent pace, in a mean of logarithms. A weight of 1.0
-would maximize the ratio of each step. Against that, 0.7 is as fast on replayed chats and 2% faster
-on edits of code. Simulated decoding prefers a lower weight if drafters switch every seven steps (0:
-+7%), and a higher weight for slow drafters (1: +1.5%)."""
+would maximize the ratio of each step. Compared with 1.0, a weight of 0.7 is as fast on replayed
+chats and 2% faster on edits of code. In simulated decoding, 0 is 7% faster if drafters switch every
+seven steps, and 1 is 1.5% faster with slow drafters."""
 
 _LEAST_ASKED: Final = 16
 """Nodes that may always be requested, even if fewer paid off recently: retrieval drafts 16 nodes in
@@ -52,7 +52,7 @@ and gains 1% if the text changes; 0.5 loses up to 4% if drafters switch every se
 
 _PROBING_SHARE: Final = 0.01
 """Share of decoding time that trials of a useless drafter may take. In simulated decoding a useless
-drafter costs 1.6% more with 0.03. With 0.003 it is noticed late that a drafter is right again,
+drafter costs 1.6% more with 0.03. With 0.003 the budget notices late that a drafter is right again,
 which costs 5%."""
 
 _LONGEST_PAUSE: Final = 512
@@ -309,7 +309,7 @@ class MeasuredBudget:
         self._num_drafted = 0
 
     def _goes_drafted(self) -> bool:
-        """Return whether no plain step is due, which would show whether drafts pay off."""
+        """Return whether to draft; false if a plain step is due, which shows what drafts gain."""
         if self._num_drafted < self._until_plain:
             return True
         return self._late.value() >= _SURELY_FASTER

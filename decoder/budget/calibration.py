@@ -36,7 +36,7 @@ class Calibration:
         self._decay = decay
         self._prior_nodes = prior_nodes
         self._most_from_draft = most_from_draft
-        # float64[2, sources, bins]: number of nodes expected to be right, and of those that were
+        # float64[2, sources, bins]: number of nodes expected to be right, and of nodes that were
         self._counts = np.zeros((2, 1, len(self._edges) + 1))
 
     def corrected(
@@ -122,19 +122,19 @@ there are many."""
 _PRIOR_NODES: Final = 3.0
 """Prior weight, in nodes: three wrong nodes in a row that seemed certain halve the trust in a bin.
 With 10 a drafter that turns wrong is trusted too long, which costs up to 10% in simulated decoding.
-1 gains up to 2% there, but a single failure then halves the trust."""
+With 1 it is up to 2% faster, but a single failure then halves the trust."""
 
 _SURPRISE_DECAY: Final = 0.8
 _MOST_SURPRISE: Final = 2.0
-"""Most hits above the expected number, which decays by a fifth per step: three hits in a row exceed
-it if the drafter was believed to be wrong. In simulated decoding 4 is never reached, which costs up
-to 1%, as does a decay of 0.6. 1 costs 1% with steady drafters and gains up to 8% if a drafter
-switches between right and wrong."""
+"""Largest excess of hits over the expected number; the excess decays by a fifth per step. Three
+hits in a row exceed this limit if the drafter was believed to be wrong. In simulated decoding a
+limit of 4 is never reached, which costs up to 1%. A decay of 0.6 costs as much. A limit of 1 costs
+1% with steady drafters and gains up to 8% if a drafter switches between right and wrong."""
 
 _KEPT_AFTER_SURPRISE: Final = 0.1
-"""Remaining weight of earlier drafts after such a surprise, that of about five drafts. With no
-remaining weight, or half, simulated decoding is 1 to 2% slower with a drafter that switches between
-right and wrong."""
+"""Share of their weight that earlier drafts keep after such a surprise: they then count as about
+five drafts. If they keep no weight, or half of it, simulated decoding is 1 to 2% slower with a
+drafter that switches between right and wrong."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

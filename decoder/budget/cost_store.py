@@ -56,7 +56,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the libraries that compute."""
+    """Return the versions of Python and of the libraries that passes depend on."""
     names = ("foredraft", "torch", "transformers")
     return {"python": platform.python_version(), **{name: version(name) for name in names}}
 
@@ -77,8 +77,8 @@ def store_at(stated: str | None) -> "CostStore | None":
     """Return the store in a directory; `None` if `stated` is "none".
 
     Args:
-        stated: the directory; `None` for the directory in `FOREDRAFT_CACHE`, else the user's cache
-            directory.
+        stated: the directory; `None` for the directory in `FOREDRAFT_CACHE` or, without it, the
+            user's cache directory.
     """
     stated = stated or os.environ.get(CACHE_VARIABLE)
     if stated == NOWHERE:

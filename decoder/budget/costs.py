@@ -34,11 +34,11 @@ of the shape is 0.08, because corrections come too late; with 0.2 it is 0.045, b
 _MOST_SURPRISE: Final = 0.3
 """Clipping limit for errors of the load, as logarithms: three times the usual variation of passes.
 With 0.1 a change of load is noticed late (an error of 0.15); without clipping, machine pauses count
-in full (0.14)."""
+in full (an error of 0.14)."""
 
 _MOST_CONTRAST: Final = 0.15
 """Clipping limit for differences between widths, which are small because successive passes have the
-same load. With 0.05 the error of the shape is 0.04, without clipping 0.12."""
+same load. With 0.05 the error of the shape is 0.04; without clipping it is 0.12."""
 
 _FADING: Final = 0.999
 """Corrections of widths halve within 700 comparisons, so a width that seemed expensive is tried
@@ -274,7 +274,7 @@ class StepOverhead:
 
     @property
     def plain(self) -> float:
-        """Ratio of a plain step's duration to the predicted cost of its pass."""
+        """A plain step's duration, divided by the predicted cost of its pass."""
         return (self._plain.value() or 1.0) if self.is_known else 1.0
 
     @property

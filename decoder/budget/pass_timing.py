@@ -14,8 +14,8 @@ from retriever.tree import ROOT, DraftTree, Source
 
 DEFAULT_WIDTHS: Final = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of tokens in the timed passes. Costs jump when matrix products change their kernels,
-mostly at powers of two. On chats, 64 nodes yield 12% more tokens than 32; 128 nodes would gain even
-less."""
+mostly at powers of two. On chats, 64 nodes yield 12% more tokens than 32 nodes; 128 nodes would add
+even less."""
 
 DEFAULT_CONTEXTS: Final = (64, 512, 2048)
 """Numbers of tokens before the timed passes: short, usual, and long enough for attention to take
@@ -188,7 +188,7 @@ def _agree(taken: list[float]) -> bool:
 
 
 def _surface(samples: Samples) -> CostSurface:
-    """Return a surface of the widths timed at the first context, and the contexts that have all."""
+    """Return a surface of the widths timed at the first context, for contexts with all of them."""
     contexts = list(dict.fromkeys(context for context, _ in samples))
     timed = {point: min(taken) for point, taken in samples.items() if taken}
     widths = tuple(width for context, width in timed if context == contexts[0])

@@ -84,7 +84,7 @@ class FadingLine:
 
 
 class RecentMedian:
-    """The median of the latest values: outliers do not matter if they are less than half.
+    """The median of the latest values: outliers do not matter if they are fewer than half.
 
     Args:
         count: number of latest values that count; a lasting change shows after half as many.
@@ -168,6 +168,6 @@ class Payoff:
         return False
 
     def encourage(self) -> None:
-        """Allow a request in the next step even if it may not pay off, after a good sign."""
+        """After a good sign, allow a request in the next step even if it may not pay off."""
         self._pause = max(self._pause, 1)
         self._waits = 0

@@ -50,9 +50,9 @@ def run_chat(
 ) -> None:
     """Talk with a model; each token has the colour of the source that drafted it.
 
-    Answers are drafted from earlier answers, too. Ctrl-C ends an answer, Ctrl-D or /exit ends the
-    conversation, and /clear starts a new conversation. Without a terminal, each line of standard
-    input is a message, and each answer goes to standard output.
+    Later answers are also drafted from earlier ones. Ctrl-C ends an answer, Ctrl-D or /exit ends
+    the conversation, and /clear starts a new conversation. Without a terminal, each line of
+    standard input is a message, and each answer goes to standard output.
     """
     from decoder.commands.chat_command import hold_conversation  # noqa: PLC0415  (loads torch)
 

@@ -73,8 +73,8 @@ class AnsweredPrompts(PromptSettings):
         Metavar("NAME"),
         Field(
             description="Answers of one group that are generated at the same time draft from one "
-            "another: those of --parallel, and of other commands that share a service. For similar "
-            "answers: samples of one prompt, agents on one task."
+            "another: those of --parallel, and of other commands that share a service. Use it for "
+            "similar answers, such as samples of one prompt or agents on one task."
         ),
     ] = ""
     parallel: Annotated[
@@ -210,7 +210,7 @@ class ModelSettings(ModelChoice):
 
 
 def _model_of(indexes: Sequence[Path]) -> str:
-    """Return the model for which the indexes were built, else the default model."""
+    """Return the model for which the indexes were built, or the default model."""
     from retriever.sessions.options import indexed_tokenizer  # noqa: PLC0415  (loads numba)
 
     name = indexed_tokenizer(indexes)

@@ -34,7 +34,7 @@ class Prompt:
         text: the user's message; in a conversation, the last message.
         line: the prompt's place in the file: a line number from 1, or a row number from 0.
         turns: all turns before the answer, if there are more turns than the message.
-        later: the user's next messages, one for after each answer.
+        later: the user's next messages; each follows one answer.
     """
 
     category: str

@@ -9,8 +9,8 @@ from retriever.tree import DraftTree
 
 _DECAY: Final = 0.995
 """Gains are averaged over about 200 steps, because the tokens that a draft adds vary by three times
-their mean. With 20 drafts the rule is wrong so often that it obtains a tenth of the possible gain;
-with 200, nine tenths. With 1000 it notices changed gains later."""
+their mean. With 20 drafts the rule is wrong so often that it obtains a tenth of the possible gain.
+With 200 drafts it obtains nine tenths. With 1000 drafts it notices changed gains later."""
 
 _PAUSE: Final = 31
 """Steps between two trials of a drafting model that does not pay off: a trial in every 32nd step
@@ -24,16 +24,17 @@ _GUESS: Final = 0.4
 guess is 0."""
 
 _RECENT: Final = 15
-"""Number of passes that the median time covers: a few drafts; even seven machine pauses do not
-change the median."""
+"""Number of passes that the median time covers. They belong to a few drafts, and even seven machine
+pauses do not change the median."""
 
 _LITTLE: Final = 8
-"""New tokens that a drafting model reads in hardly more time than one token. If it had more to read
-before a draft, such as a prompt, the time is only an upper bound of the cost per step."""
+"""Number of new tokens that a drafting model reads in hardly more time than one token. If it reads
+more before a draft, such as a prompt, the measured time is only an upper bound of the cost per
+step."""
 
 _TIMED: Final = 6
-"""Drafts with few new tokens to ignore before times are used: the first drafts, with cold caches,
-take twice as long."""
+"""Number of drafts, with few new tokens each, to ignore before times are used. The first drafts,
+with cold caches, take twice as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class DecodingPace:
 
 
 class Trials:
-    """Allows occasional trials of something that did not pay off, in case it does by now."""
+    """Allows occasional trials of something that did not pay off, because it may pay off now."""
 
     def __init__(self) -> None:
         self._waited = 0
@@ -134,7 +135,7 @@ class AskingRule:
         return self._asking_trials.allow(pays=gain * token_s >= seconds)
 
     def is_worthwhile(self, reach: float) -> bool:
-        """Return whether a further pass pays off; each call counts as one pass considered.
+        """Return whether a further pass pays off; each call counts as one considered pass.
 
         Args:
             reach: expected number of the pass's nodes that the target reaches.

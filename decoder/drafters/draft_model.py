@@ -122,10 +122,10 @@ class DraftModel:
     Args:
         model: a decoder-only transformers model with sdpa or eager attention. Each pass runs the
             model's modules in their current state.
-        vocabulary_size: token ids below this size mean the same to this model and the target. If
-            not given, the model's number of embeddings, which may be padded.
-        kept: int32[n], the only tokens to draft, with no other logits computed. All tokens if not
-            given, or if the model's output layer is not plain.
+        vocabulary_size: token ids below this size mean the same to this model and the target. By
+            default, it is the model's number of embeddings, which may be padded.
+        kept: int32[n], the only tokens to draft; no other logits are computed. If it is not given,
+            or the model's output layer is not plain, all tokens are drafted.
 
     Attributes:
         vocabulary_size: token ids below this size may be read and drafted.
@@ -222,7 +222,7 @@ def _checked_size(model: PreTrainedModel, vocabulary_size: int | None) -> int:
     if vocabulary_size > rows:
         raise VocabularyMismatchError(
             f"the draft model {model.config.name_or_path or type(model).__name__} has {rows} "
-            f"embeddings, and the target's vocabulary {vocabulary_size} tokens: "
+            f"embeddings, but the target's vocabulary has {vocabulary_size} tokens: "
             "draft with a model that has the same tokenizer"
         )
     return vocabulary_size

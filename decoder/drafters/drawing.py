@@ -56,8 +56,8 @@ _DECAY: Final = 0.99
 ±0.05."""
 
 _PRIOR_SHARE: Final = 0.6
-"""Prior share of the samples reached by the target that it accepts: a guess between a model that
-samples exactly as the target does (1) and a model that predicts the target poorly."""
+"""Prior share of accepted samples among those that the target reaches. It is a guess: a model that
+samples exactly as the target does has a share of 1, a poor model has less."""
 
 _LEAST_LEFT: Final = 1e-3
 """Least share of probability that certain nodes leave to samples, because their probabilities are
@@ -124,7 +124,7 @@ class RankRates:
         return np.minimum.accumulate(np.minimum(self._kept / self._drawn, 1.0))
 
     def learn(self, tree: DraftTree, committed: TokenIds) -> None:
-        """Learn which samples of a tree were accepted, relative to what certain siblings leave.
+        """Learn which samples were accepted, relative to the share that certain siblings leave.
 
         Args:
             tree: the verified tree with sampled tokens.
@@ -218,7 +218,7 @@ class Frontier:
         return np.array([self._log_probabilities[node] for node in nodes], np.float64)
 
     def worth_expanding(self, width: int) -> list[int]:
-        """Return up to `width` most probable nodes whose children may still enter the tree.
+        """Return the most probable nodes, at most `width`, whose children may still enter the tree.
 
         No node is more probable than its parent, so children of a full tree's last node cannot
         enter.
@@ -274,7 +274,7 @@ class Frontier:
         self._is_expandable.append(is_expandable and is_shallow)
 
     def _keep(self, candidates: Sequence[int]) -> None:
-        """Keep the most probable nodes; of equally probable nodes, the first."""
+        """Keep the most probable nodes; among equally probable nodes, keep the first."""
         values = self._log_probabilities
         probable = [node for node in candidates if values[node] >= self._min_log_probability]
         self.kept = sorted(probable, key=values.__getitem__, reverse=True)[: self._max_nodes]
@@ -427,7 +427,7 @@ class DrawnFusion(FusedDrafter):
         )
 
     def take_in(self, sequence: FusedSequence, verified: Verified) -> Hints:
-        """Learn from a pass, also how often samples of each rank are accepted."""
+        """Learn from a pass, including how often samples of each rank are accepted."""
         if sequence.has_drafted and sequence.asked and len(verified.tree):
             came = np.append(verified.tree.token_ids[verified.path], verified.next_token)
             self._rates[sequence.asked[0].number].learn(verified.tree, came.astype(np.int32))

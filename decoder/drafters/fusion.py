@@ -70,7 +70,7 @@ _CONSIDERED: Final = 1.5
 are within the budget."""
 
 WIDTH: Final = 8
-"""Most nodes in a drafting model's pass: about as many as cost little more than one node."""
+"""Most nodes in a drafting model's pass; such a pass costs little more than a pass with one."""
 
 _FIRST_WIDTH: Final = 64
 """Most nodes in a model's first pass over the tree, if it reads paths: usually the whole tree."""

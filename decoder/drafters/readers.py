@@ -120,7 +120,7 @@ class Readers:
         kinds: kind of each model: `SPECULATOR` if it reads the target's hidden states, else
             `DRAFT_MODEL`.
         is_usable: for each model, whether all its logits so far were finite.
-        no_readings: empty arrays of logits, the template for those of each sequence.
+        no_readings: empty arrays of logits, the template for each sequence's arrays.
 
     Raises:
         VocabularyMismatchError: a drafting model proposes tokens beyond the vocabulary.

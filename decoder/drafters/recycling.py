@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     import torch
 
 DEFAULT_CAPACITY: Final = 1 << 18
-"""Contexts that a table holds, in 21 MB: those of about 87,000 rows of logits, because each row is
-stored under three contexts. A smaller table forgets sooner; a larger one misses the processor's
-caches more often."""
+"""Number of contexts in a table, which take 21 MB. They come from about 87,000 rows of logits,
+because each row is stored under three contexts. A smaller table forgets sooner; a larger one misses
+the processor's caches more often."""
 
 NUM_LIKELY: Final = NUM_FOUND
 """Tokens stored for each row of logits: with more, reading the table would be slower."""
 
 _SLICE: Final = 1 << 12
-"""Entries scanned while the lock is held; a pass may wait for them: 80 us if all are new, 8 us if
-none is."""
+"""Number of entries scanned while the lock is held. A pass may wait for the scan, which takes 80 us
+if all entries are new and 8 us if none is."""
 
 _PAUSE_S: Final = 1e-4
 """Seconds of pause between two slices, so that the decoding loop gets the interpreter."""

@@ -163,7 +163,7 @@ class EngineSettings(ClientSettings, EmbeddedSettings):
             gt=0,
             allow_inf_nan=False,
             description="Longest wait for the drafts of a step, in seconds. Default: 0.02 in "
-            "process; for a service a quarter of the engine's own part, at most 0.02.",
+            "process; for a service a quarter of the engine's own time, at most 0.02.",
         ),
     ] = None
     budget_nodes: Annotated[
@@ -202,8 +202,8 @@ class EngineSettings(ClientSettings, EmbeddedSettings):
         Field(
             ge=1,
             le=256,
-            description="Most threads for the drafts of a step, in process: as many as there are "
-            "processors that are otherwise idle at that time.",
+            description="Most threads for the drafts of a step, in process. Give as many as there "
+            "are processors that are otherwise idle at that time.",
         ),
     ] = 1
 

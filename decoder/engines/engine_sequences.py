@@ -2,8 +2,8 @@
 
 In every step an engine passes rows: the tokens of the running sequences. If the engine names a
 row's request, that name identifies the row's sequence, which ends with the request. Otherwise the
-engine does not report either when a sequence begins, ends, is aborted or waits for memory. Then a
-row continues the sequence whose tokens are a prefix of the row.
+engine does not report when a sequence begins, ends, is aborted or waits for memory. Then a row
+continues the sequence whose tokens are a prefix of the row.
 """
 
 import math
@@ -66,7 +66,7 @@ class EngineRow:
         return PLAIN if self.request is None else self.request.fields
 
     def known(self) -> tuple[TokenIds, int]:
-        """Return int32[m], the sequence's known tokens, and how many before are unknown."""
+        """Return int32[m], the sequence's known tokens, and how many tokens before are unknown."""
         earlier = self.earlier() if self.first and self.earlier is not None else self.tokens[:0]
         if len(earlier) < self.first:
             return self.tokens, self.first
@@ -87,9 +87,9 @@ class SequenceLimits:
         idle_s: an unnamed sequence counts as ended after this many seconds without it.
         vocabulary_size: size of the drafter's vocabulary; a token beyond it ends drafting for its
             sequence. `None` if the drafter accepts all tokens.
-        deadline_s: seconds per step for opening sessions and drafting; a step does as much as
-            recently fit into them, but at least one of each. `None` if the drafter keeps a deadline
-            itself.
+        deadline_s: seconds per step for opening sessions and drafting. A step opens and drafts for
+            as many sequences as recently fit into this time, but at least one of each. `None` if
+            the drafter keeps a deadline itself.
         min_probability: least probability of a drafted node.
     """
 
@@ -356,7 +356,7 @@ class _HeldSequence:
         return self.request is not None and self.request.state is request.state
 
     def behind(self, tokens: TokenIds, first: int) -> TokenIds | None:
-        """Return the new ones of a row's tokens, int32[n]; `None` if the known ones differ."""
+        """Return a row's new tokens, int32[n]; `None` if its other tokens differ from the known."""
         known = self.sequence.tokens
         begin = max(first - self.first, 0)
         shown = tokens[max(self.first - first, 0) :]

@@ -69,8 +69,8 @@ SHAPING: Final = (
     *(each for each in _NAMES if each not in {"drafts", "tenant", "remember", _LATE}),
     _LATE,
 )
-"""Fields that affect what is drafted, not the tenant or what is stored. A field that depends on
-other fields comes after them."""
+"""Fields that affect only what is drafted, and neither the tenant nor what is stored. A field that
+depends on other fields comes after them."""
 
 
 class FieldReader:
@@ -97,7 +97,7 @@ class FieldReader:
         self._vocabulary = vocabulary
 
     def read(self, carried: Mapping[str, Any] | None) -> tuple[RequestFields, str]:
-        """Return a request's fields, and a text about those that are not followed, empty if none.
+        """Return a request's fields, and a text about fields that are not followed, or "".
 
         Args:
             carried: all extra fields of the request, including fields for other software.

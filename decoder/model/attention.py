@@ -17,10 +17,10 @@ from transformers.masking_utils import (  # type: ignore[attr-defined]  # one is
 from decoder.model.tree_rows import TreeRows
 
 _UNFUSED_SCORES: Final = 7000
-"""Least number of scores of a head (rows of its group times keys) for which two products and a
-softmax are faster than the fused kernel. Measured in half precision on a CPU: for 12 rows and 400
-keys the fused kernel takes 48 µs against 55 µs; for 24 rows and 1,000 keys, 177 µs against 96
-µs."""
+"""Fewest scores per head (rows of its group times keys) for which two products and a softmax are
+faster than the fused kernel. Measured in half precision on a CPU: for 12 rows and 400 keys, the
+fused kernel takes 48 µs and the two products 55 µs. For 24 rows and 1,000 keys, they take 177 µs
+and 96 µs."""
 
 _HALF: Final = (torch.bfloat16, torch.float16)
 
@@ -202,7 +202,7 @@ def tree_mask(  # noqa: PLR0913  the parameters are transformers'
         dtype[1, 1, n, keys], zero where attention is allowed; `None` if a single row sees all keys.
 
     Raises:
-        ValueError: the layer's cache provides other keys than those of the context and the tree.
+        ValueError: the number of keys in the layer's cache does not match the context and the tree.
     """
     if (q_length, kv_offset + kv_length) != (rows.num_read, rows.num_keys):
         raise ValueError(
@@ -221,7 +221,7 @@ def hide(mask: torch.Tensor, rows: TreeRows, first_key: int = 0, window: int | N
     """Set a mask to hide the keys that the rows of a pass may not see.
 
     Args:
-        mask: additive mask, [n, keys], over the context from `first_key` on, then all rows.
+        mask: additive mask, [n, keys]; the keys are the context from `first_key` on, then all rows.
         rows: rows of the pass.
         first_key: position of the first key in the mask.
         window: number of positions that each row sees, itself included; `None` for all.

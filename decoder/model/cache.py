@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from retriever.drafter import TokenIds
 
 DEFAULT_PREFIX_BYTES: Final = 256 << 20
-"""Bytes for stored prefixes: about 10,000 tokens of a small model, or 2,000 of an 8B model."""
+"""Bytes for stored prefixes: room for 10,000 tokens of a small model, or 2,000 of an 8B model."""
 
 _LEAST_TOKENS: Final = 32
 """Least length of a stored prefix: reading a shorter prefix again takes less time than storing
@@ -28,8 +28,8 @@ LayerStates = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 """Keys and values by layer number, each [1, heads, n, size]."""
 
 _MIN_CAPACITY = 256
-"""Slots of the first buffers: growing copies them, and smaller buffers would have to grow within a
-few lines of text."""
+"""Number of slots in the first buffers. Growing copies the buffers, and smaller ones would have to
+grow after a few lines of text."""
 
 _ANY_STATE = 0.01  # non-zero, because memory that was never written is faster to read
 _STANDING_OUT = 3000.0
@@ -42,8 +42,8 @@ class Frame:
 
     Attributes:
         slots: int64[rows], the slots for the rows' keys and values, counted over all places.
-        num_keys: number of first slots of the buffers that the pass reads, used or not; `None` for
-            all. The mask hides the slots that a row must not see.
+        num_keys: number of slots, from the start of the buffers, that the pass reads, used or not;
+            `None` for all. The mask hides the slots that a row must not see.
         length: int64[], number of tokens before the rows, for a model that builds its own masks;
             `None` if masks are given.
     """

@@ -3,8 +3,8 @@
 All three checks follow the same script: a target reads a prompt, verifies a small draft, commits a
 path of it, and continues from there. A chain is a tree with one child per node, and plain passes
 have drafts without nodes. The logits of every row must match the model's own logits. For drafts,
-these come from one ordinary pass over each path as a separate sequence; for plain passes, from
-`generate`.
+the model's own logits come from an ordinary pass over each path as a separate sequence. For plain
+passes, they come from `generate`.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ _FLOORS: Final = {
 """Relative differences of logits that count as rounding, by dtype; see docs/decisions."""
 
 _BARRED: Final = 1e6
-"""Absolute size of logits from which on a model forbids the token."""
+"""A negative logit of at least this absolute size means that the model forbids the token."""
 
 _CEILING: Final = 0.3
 """Largest difference that counts as rounding, even if the model's own passes differ more."""
@@ -54,11 +54,11 @@ these round alike."""
 
 _NEAR_CONTEXT: Final = 4
 _LONGEST_WINDOW: Final = 64
-"""Longest window that is exceeded by actually reading tokens, too; for longer windows that is
-slow."""
+"""Longest window that the check also exceeds by actually reading tokens; for longer windows that
+would be slow."""
 
 _FARTHEST: Final = 2048
-"""Most made-up tokens; for larger windows the configuration is trusted."""
+"""Most tokens to make up; if a window is larger, the configuration is trusted."""
 
 _PAST_WINDOW: Final = 2
 _EDGE: Final = np.arange(_PAST_WINDOW + 1, _PAST_WINDOW + 4)
@@ -177,7 +177,7 @@ def find_verdict(
 
 
 def num_trials(dtype: torch.dtype) -> int:
-    """Return with how many choices of tokens a difference must show to count."""
+    """Return how many choices of tokens must show a difference for it to count."""
     return 1 if dtype in _FULL else _NUM_TRIALS
 
 
@@ -217,7 +217,7 @@ def _wrong(model: PreTrainedModel, target: Checked, shape: "_Shape") -> str:
 
 
 def _first_wrong(compared: Iterator[_Compared], dtype: torch.dtype) -> str:
-    """Return the message for the first rows that differ; rows without a message join the next."""
+    """Return the message for the first wrong rows; rows without one are judged with the next."""
     errors: list[float] = []
     for (wrong, limit), found in compared:
         errors += found
@@ -312,8 +312,8 @@ class _Shape:
             token after the path. The last sequence is the committed path and N.
         wrong: messages for a difference after the prompt, in the draft, and after the path; empty
             if the rows are judged together with the next rows.
-        aside: rows whose slot differs from their position; a window that is counted by slots shows
-            in these.
+        aside: rows whose slot differs from their position; they reveal a window that is counted by
+            slots.
         short: lengths of additional, shorter prompts.
     """
 
@@ -458,7 +458,7 @@ def _drops_tokens(model: PreTrainedModel, length: int) -> bool:
 
 
 def _generated(model: PreTrainedModel, tokens: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the same logits as `_read`, but from `generate`, forced to choose these tokens."""
+    """Return the logits of `_read`, but from a `generate` that must choose these tokens."""
 
     def chosen(read: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         token = tokens[:, min(read.shape[1], tokens.shape[1] - 1), None]

@@ -43,7 +43,7 @@ class Capability(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Compatibility:
-    """What a model's configuration says about it before the first pass.
+    """What a model's configuration says about the model before the first pass.
 
     Attributes:
         capability: which drafts the model can verify.
@@ -241,7 +241,7 @@ def _with_own_cache(cached: list[Any]) -> Compatibility:
 
 
 def _can_roll_back(layer: Any) -> bool:
-    """Return whether a layer can drop tokens; convolution layers can say so only with tokens."""
+    """Return whether a layer can drop tokens; a convolution layer knows once it holds tokens."""
     return isinstance(layer, LinearAttentionCacheLayerMixin) or bool(layer.is_croppable)
 
 

@@ -36,7 +36,7 @@ from retriever.drafter import NUM_FOUND
 
 _WARM_UPS: Final = 3
 """Number of warm-up runs, in which libraries choose their kernels; torch's own
-make_graphed_callables runs as many."""
+make_graphed_callables uses the same number."""
 
 Output = TypeVar("Output")
 
@@ -115,8 +115,8 @@ Windows = Mapping[str, int | None]
 
 
 _MOST_SCORES: Final = 1 << 25
-"""Most scores of all heads that are in memory at a time: 128 MiB in single precision. Attention
-over larger contexts is computed in pieces."""
+"""Most scores, over all heads, in memory at a time: 128 MiB in single precision. Attention over
+larger contexts is computed in pieces."""
 
 
 _ALIGNED: Final = 8
@@ -536,14 +536,14 @@ def _choice_table(layout: PassLayout, logits: torch.Tensor) -> torch.Tensor:
 
 _Outputs = dict[str, torch.Tensor]
 """Results of a pass by name: logits, [rows, vocabulary]; the table of choices, int32[rows,
-columns]; hidden states, [rows, tapped, hidden size], if any are tapped; and the requests of
-selections, int64[rows, 2], random numbers and drawings as in `Inputs`."""
+columns]; hidden states, [rows, tapped, hidden size], if any are tapped; and the selections'
+requests, int64[rows, 2], which are random numbers and drawings as in `Inputs`."""
 
 _ASKED: Final = "asked"
 
 MOST_ROWS: Final = 256
-"""Rows of the widest captured pass, as many as the nodes of a drafter's largest tree. Each power of
-two up to this number is captured separately, which takes time and memory."""
+"""Number of rows in the widest captured pass: a drafter's largest tree has as many nodes. Each
+power of two up to this number is captured separately, which takes time and memory."""
 
 _MOST_DRAWINGS: Final = 8
 """Most sampling settings that are captured, each for every power of two of rows. With further
@@ -612,8 +612,8 @@ class Masking(Enum):
 class CapturedPasses:
     """Passes over all places of a cache, with so few shapes that each can be captured.
 
-    The total number of rows, the rows of the widest place and the visible keys are padded to powers
-    of two, rows up to 256. The number of tokens that commits move is padded too. Wider passes, and
+    The total number of rows (at most 256), the rows of the widest place and the visible keys are
+    padded to powers of two. The number of tokens that commits move is padded too. Wider passes, and
     passes that only read prompts, run eagerly on the same cache. When buffers grow, all captured
     shapes become invalid. If weights moved or the model changed, everything is captured again. If
     capturing fails, all passes run eagerly from then on, which is logged once. A model's Python
@@ -758,7 +758,7 @@ class CapturedPasses:
 
     @property
     def _fewest_rows(self) -> int:
-        """Rows of the narrowest pass: models build no mask for one row, so it would see all."""
+        """Rows of the narrowest pass: models build no mask for one row, so it sees all keys."""
         return 2 if self.masking is Masking.OWN else 1
 
     def _is_beyond(self, end: int) -> bool:
@@ -796,7 +796,7 @@ class CapturedPasses:
         return made
 
     def _begin(self, inputs: Inputs, shape: PassShape) -> None:
-        """Set the inputs of a dummy pass after the places' contents; the next overwrites it."""
+        """Set the inputs of a dummy pass after the places' contents, which the next overwrites."""
         dummy = Reading(shape.num_places - 1, np.zeros(1, np.int32))
         inputs.fill([dummy], self._cache.lengths)
 

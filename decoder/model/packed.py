@@ -31,7 +31,8 @@ from decoder.model.user_model import UserModel
 
 _CALL: Final = 1000
 """Number of scores of a head (rows times keys) that take as long as one more attention call.
-Measured on two cores, a call takes 15 to 30 us, and a score of nine heads 25 ns."""
+Measured on two cores, a call takes 15 to 30 us, and one score for each of nine heads takes 25
+ns."""
 
 _LAUNCHES: Final = 1 << 20
 """The same number on other devices, where a call takes about fifteen launches. On an H200 these
@@ -64,8 +65,8 @@ class Dealing:
             heads that share keys form one product.
         sizes: number of queries of each group.
         masks: mask of each group, in the form that the group's calls need.
-        taken: int64[rows * heads], for each row and head, the index of its result among all calls'
-            results.
+        taken: int64[rows * heads], index of each row and head's result among the results of all
+            calls.
     """
 
     given: torch.Tensor

@@ -148,7 +148,7 @@ class ChainCache:
             self._begin_recording()
 
     def _begin_recording(self) -> None:
-        """Record states that drafts push out; not during the prompt, to save memory."""
+        """Record the states that drafts push out, except during the prompt, to save memory."""
         if not self._states.is_croppable:
             raise UncroppableCacheError(
                 f"the cache of {self._config.model_type} cannot give up rejected tokens"

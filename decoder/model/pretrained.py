@@ -162,7 +162,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """A model with configuration and tokenizer, but without the weights, which load longest.
+    """A model with configuration and tokenizer, but without weights, which take longest to load.
 
     Attributes:
         options: options that name the model.

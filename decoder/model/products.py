@@ -25,8 +25,9 @@ _ROWS_HINT: Final = 32
 one row to thousands."""
 
 _LEAST_USES: Final = 16
-"""Number of products with a changed weight before it is packed again. Packing takes as long as 15
-to 25 products save, and a model in training changes all of its weights after every rollout."""
+"""Number of products with a changed weight before the weight is packed again. Packing takes as much
+time as 15 to 25 packed products save, and a model in training changes all of its weights after
+every rollout."""
 
 linear: Final[Callable[..., torch.Tensor]] = torch._C._nn.linear  # noqa: SLF001  as torch.nn.functional has it
 """torch's own product of rows and weights."""

@@ -26,7 +26,7 @@ def undisturbed(look: Callable[[], _Found]) -> _Found:
     """Return the result of reading a model's modules, retried if another thread changes them.
 
     Raises:
-        RuntimeError: reading failed with this error a hundred times.
+        RuntimeError: reading failed a hundred times; this is the last error.
     """
     for _ in range(_MOST_LOOKS - 1):
         with suppress(RuntimeError):  # a table changed during iteration
@@ -208,7 +208,7 @@ class _Settings:
 def _reader(
     variables: dict[str, Any], *, leaves_private: bool
 ) -> tuple[Callable[[Any], Any], dict[str, Any]] | None:
-    """Return a function that reads the plain values among an object's variables, and these."""
+    """Return a function that reads an object's plain values, and the values that it reads now."""
     names = [
         name
         for name, value in variables.items()
@@ -236,9 +236,9 @@ def model_changed() -> None:
     """Report a change of a model, in the middle of a generation, that cannot be detected.
 
     The next pass detects changes through modules, hooks, `load_state_dict`, optimizers or in-place
-    operations on parameters. The next generation detects any other change when it starts. Only if a
-    callback writes to `weight.data`, or to an array that shares the weight's memory, during a
-    generation, is this call needed for the change to take effect immediately.
+    operations on parameters. The next generation detects any other change when it starts. Call this
+    function if a callback writes to `weight.data`, or to an array that shares the weight's memory,
+    and the change must take effect within the running generation.
     """
     _said.append(None)
 
@@ -291,8 +291,8 @@ class ModelWatch:
 class Recorded:
     """The parts of a model that are fixed in captured passes.
 
-    Captured passes read weights at the addresses of the time of capture, and use the plain values
-    and code of that time. They read the values of weights in each pass.
+    Captured passes use the weight addresses, plain values and code from the time of capture. They
+    read the weights' values anew in each pass.
 
     Args:
         model: the model whose passes are captured from now on.
@@ -338,7 +338,7 @@ def fingerprint_of(model: PreTrainedModel, vocabulary_fingerprint: str) -> str:
     device.
 
     Args:
-        model: a model with its weights in memory; of weights elsewhere only the shapes count.
+        model: a model with its weights in memory; for weights elsewhere, only the shapes count.
         vocabulary_fingerprint: fingerprint of the model's tokenizer.
     """
     digest = sha256(type(model).__name__.encode())

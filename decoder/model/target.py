@@ -374,7 +374,7 @@ class Target:
         return Structure.of(model).is_of(self._structure) and weights_of(model) == self._weights
 
     def _agreed(self, verdict: ModelVerdict | None) -> ModelVerdict | None:
-        """Return the verdict; if processes share the model, that of the first process."""
+        """Return the verdict; processes that share a model use the first process's verdict."""
         return verdict if self.ranks is None else self.ranks.decided(lambda: verdict, self)
 
     @torch.no_grad()
@@ -413,7 +413,7 @@ class Target:
 
     @property
     def pads_passes(self) -> bool:
-        """Whether passes are captured, and so padded to the next power of two of rows.
+        """Whether passes are captured; their rows are then padded to the next power of two.
 
         Captured passes also sample tokens after their rows if a reading has a selection.
         """
@@ -515,14 +515,14 @@ class Target:
         if noted and noted != set(self._windows.values()):
             self._packed = None
             _log.warning(
-                "%s reads for one sequence at a time: the windows of its prompts differ from its "
+                "%s reads one sequence at a time: the windows of its prompts differ from its "
                 "configuration",
                 type(self._model).__name__,
             )
         elif not self._is_alike(partial(self._read_together, packed), forked, single):
             self._packed = None
             _log.warning(
-                "%s reads for one sequence at a time: passes for several give different logits",
+                "%s reads one sequence at a time: passes for several give different logits",
                 type(self._model).__name__,
             )
         elif not self._is_alike(self._read_captured, forked, single):

@@ -193,7 +193,7 @@ class UserModel:
 def has_code_of_others(model: nn.Module) -> bool:
     """Return whether a model has hooks, replaced `forward` methods, or modules of other packages.
 
-    No configuration describes how these behave, and that may change with each pass.
+    No configuration describes how these behave, and their behaviour may change with each pass.
     """
     if hooks_of_all():
         return True
@@ -215,7 +215,7 @@ def _written_in(kind: type[nn.Module]) -> tuple[str, str]:
 
 
 def taken_by(model: PreTrainedModel) -> Mapping[str, inspect.Parameter]:
-    """Return the named inputs of a model's `forward`; if it names none, those of its class."""
+    """Return the inputs that a model's `forward` names; if none, those that its class names."""
     taken = inspect.signature(model.forward).parameters
     if all(each.kind in _UNNAMED for each in taken.values()):
         return inspect.signature(type(model).forward).parameters
@@ -261,7 +261,7 @@ def is_spread(model: PreTrainedModel) -> bool:
 
 
 def _keeps_tensors(model: PreTrainedModel) -> bool:
-    """Return whether a model of known code keeps tensors, as some rotary embeddings do.
+    """Return whether a model without foreign code stores tensors, as some rotary embeddings do.
 
     Passes are 5% faster in torch's inference mode, but tensors from that mode can be neither
     differentiated nor overwritten.

@@ -291,7 +291,8 @@ class PathScores:
         """Return float32[rows, vocabulary]: row 0 is after the last token, row n + 1 after node n.
 
         Args:
-            rows: any rows if the processing is blind; otherwise one row, after that of the parent.
+            rows: any rows if the processing is blind; otherwise one row, whose parent's row was
+                processed before.
         """
         processing = self._processing
         scores = self._logits[rows].to(torch.float32, copy=True)

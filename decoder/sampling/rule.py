@@ -44,8 +44,8 @@ class ProcessedRule:
     """An accept rule that chooses tokens from processed logits.
 
     A row is processed when the path reaches it. If processors use only the row, and the logits are
-    on another device, all rows are processed in advance; if a `selection` was requested, in the
-    pass itself.
+    on another device, all rows are processed in advance. If a `selection` was requested, the pass
+    itself processes them.
 
     Attributes:
         settings: how tokens are chosen.

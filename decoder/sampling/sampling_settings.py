@@ -71,7 +71,11 @@ class SamplingSettings:
     min_p: Annotated[
         float | None,
         RARE,
-        Field(ge=0, le=1, description="Only tokens with this share of the greatest probability."),
+        Field(
+            ge=0,
+            le=1,
+            description="Sample only tokens with at least this share of the greatest probability.",
+        ),
     ] = None
     repetition_penalty: Annotated[
         float | None,

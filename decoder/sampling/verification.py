@@ -266,7 +266,7 @@ def _first_above(ends: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
 
 
 CERTAIN: Final = -1
-"""Row of a node that was not sampled: the drafter proposed it whatever was sampled."""
+"""Row of a node that was not sampled: the drafter proposed it regardless of samples."""
 
 
 class SampledTree(DraftTree):

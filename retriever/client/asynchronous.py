@@ -148,8 +148,8 @@ class AsyncResilientDrafter(FailOpenClient):
     """`ResilientDrafter` for asyncio: drafts from services and never fails because of them.
 
     Several coroutines may draft at the same time, each for its own sequences. `local` runs on the
-    event loop. If such a drafter ran before a fork, the child process cannot use one: there the
-    first call raises `NotPossibleError`.
+    event loop. If such a drafter ran before a fork, the child process cannot use one: its first
+    call raises `NotPossibleError`.
 
     Args: as for `ResilientDrafter`.
 

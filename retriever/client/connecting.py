@@ -20,8 +20,8 @@ def named_services(addresses: Sequence[str]) -> tuple[list[str], bool]:
     """Return the services that the addresses name, and whether each holds a part of a corpus.
 
     Args:
-        addresses: address of one service, or addresses of several that hold parts. A single address
-            with commas in it names replicas.
+        addresses: address of one service, or addresses of several services that hold parts. A
+            single address with commas in it names replicas.
 
     Raises:
         InvalidRequestError: the addresses name replicas of a part of a corpus.

@@ -100,7 +100,7 @@ def add_fail_opens(message: pb.DraftStreamRequest, counts: FailOpens) -> None:
 
 
 def reason_of(code: int, refusal: Refusal) -> FailOpen:
-    """Return the reason for a status, from its details or else from its gRPC code."""
+    """Return the reason for a status, from its details or, without any, from its gRPC code."""
     if refusal.reason:
         return _OF_REASON.get(refusal.reason, FailOpen.REFUSED)
     return _OF_CODE.get(code, FailOpen.REFUSED)

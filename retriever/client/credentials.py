@@ -77,7 +77,9 @@ class Credentials:
         if (self.certificate is None) != (self.key is None):
             raise CredentialsError("a certificate and its key belong together: give both")
         if self.tls is False and (self.ca or self.certificate):
-            raise CredentialsError("ca and certificate are for TLS: leave them out, or tls = false")
+            raise CredentialsError(
+                "ca and certificate are for TLS: leave them out, or leave out tls = false"
+            )
         if self.token is not None:
             _check_token(self.token)
             if self.token_file is not None:
@@ -191,7 +193,7 @@ class Credentials:
         return bool(self.ca or self.certificate) or not _is_local(address)
 
     def _with_own(self, options: _Options) -> list[tuple[str, Any]]:
-        """Return channel options extended by those that follow from these credentials."""
+        """Return channel options, and add the options that these credentials require."""
         own: list[tuple[str, Any]] = []
         if self.server_name:
             own.append(("grpc.ssl_target_name_override", self.server_name))

@@ -267,8 +267,8 @@ class Planner:
 
     Attributes:
         conversations: conversations by address.
-        vocabulary: vocabulary that all servers must have, if they hold parts of one corpus; else
-            None.
+        vocabulary: vocabulary that all servers must have, if they hold parts of one corpus;
+            otherwise None.
 
     Raises:
         InvalidRequestError: there is no address, or a duplicate.
@@ -420,7 +420,7 @@ class Planner:
         ]
 
     def server_of(self, session: str) -> str:
-        """Return the address of the server of a session; the first of several.
+        """Return the address of a session's server; of several servers, the first.
 
         Raises:
             UnknownSessionError: the session is not open.

@@ -162,7 +162,7 @@ class FailOpenClient(OfOneProcess):
         return self._planner.conversations[address].oldest_unanswered_s() is None
 
     def server_of(self, session: str) -> str:
-        """Return the address of the server of a session; the first of several that hold parts.
+        """Return the address of a session's server; of several that hold parts, the first.
 
         Raises:
             UnknownSessionError: the session is not open.

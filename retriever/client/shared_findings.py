@@ -72,7 +72,7 @@ class SharedFindings:
         """Call the services in turn until one answers or refuses.
 
         Raises:
-            DrafterUnavailableError: no service answers; the error is that of the first.
+            DrafterUnavailableError: no service answers; the first service's error is raised.
             RetrieverError: the refusal of the service.
         """
         failure: DrafterUnavailableError | None = None

@@ -152,7 +152,7 @@ class OutageLog:
     """Logs why there is no stream to a service; errors that a person has to fix become one warning.
 
     When a token is rotated, a stream that was opened with the old token is refused, and the next
-    attempt sends the new token. So only the second refusal in a row needs a fix.
+    attempt sends the new token. So only a second refusal in a row becomes a warning.
 
     Args:
         address: address of the service.

@@ -38,7 +38,7 @@ from retriever.predict.step_record import (
 from retriever.tree import NODE_BYTES, BlockTree, DraftTree
 
 LEAST_SEQUENCES: Final = 4
-"""Fewest sequences per thread in a step; with fewer, waking a thread costs what it saves."""
+"""Fewest sequences per thread in a step; with fewer, waking a thread takes as long as it saves."""
 
 _NO_LIVE: Final = live_table(0)
 _COMMIT: Final = OUTCOME + APPEND
@@ -263,7 +263,7 @@ class Predictor:
         return is_alike
 
     def learns_from(self, databases: Databases) -> bool:
-        """Return whether tokens after a sequence are learned from: it had the last draft."""
+        """Return whether to learn from a sequence's next tokens, because it had the last draft."""
         return databases.learns and self._last is not None and self._last() is databases
 
     def draft(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:
@@ -277,7 +277,7 @@ class Predictor:
         return tree
 
     def commit(self, databases: Databases, tokens: TokenIds) -> None:
-        """Append tokens, int32[n]; count the draft's outcome, and learn if it was the last."""
+        """Append tokens, int32[n]; count the draft's outcome; learn if it was the last draft."""
         databases.context.ensure_room(len(tokens))
         self._follow(databases, tokens, _COMMIT)
         databases.committed(tokens)
@@ -304,7 +304,7 @@ class Predictor:
             return self._grow(databases, step, scratch, budget)
 
     def _learn_first(self, asked: Sequence[Asked]) -> None:
-        """Learn from the last draft if its sequence is in the step, before others use weights."""
+        """Learn from the last draft if its sequence is in the step, before the weights are used."""
         last = None if self._last is None else self._last()
         for databases, request in asked if last is not None and last.learns else ():
             if databases is last and len(request.new_tokens):
@@ -433,7 +433,7 @@ class Predictor:
         return self._threads
 
     def _helping(self, num_sequences: int) -> list[Scratch]:
-        """Return the scratch memory of each helper thread that pays off."""
+        """Return the scratch memory of each helper thread that saves time."""
         wanted = min(self._num_threads, num_sequences // LEAST_SEQUENCES) - 1
         while len(self._scratches) < wanted:
             self._scratches.append(Scratch(self._max_budget, prior=self._prior))

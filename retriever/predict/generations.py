@@ -63,8 +63,8 @@ def session_origin(name: str) -> bytes:
 
 
 _MARGIN: Final = 8
-"""Tokens are subtracted from the counts this many tokens before they are overwritten: the context
-of a token is the tokens before it, so they must still exist."""
+"""Tokens are subtracted from the counts this many tokens before they are overwritten, because the
+tokens before them, their context, must still exist."""
 
 _AT_ONCE: Final = 1 << 12
 """Most tokens added in one piece while others wait; this takes a millisecond or two."""
@@ -184,7 +184,7 @@ class Generations:
             self.extend([Output(output, self._clock() if time_s is None else time_s)])
 
     def extend(self, outputs: Sequence[Output]) -> None:
-        """Remember several outputs, oldest first, after those still being added in pieces."""
+        """Remember several outputs, oldest first, after outputs that are still added in pieces."""
         if self._is_adding:
             self._coming.extend(outputs)
             return
@@ -206,11 +206,12 @@ class Generations:
         self._settle()
 
     def adding(self, output: Output) -> Iterator[None]:
-        """Remember an output; for a long one, return an iterator that adds pieces of a millisecond.
+        """Remember an output; if it is long, the returned iterator adds it in pieces.
 
-        The output is queued immediately, so a deletion before the first piece also deletes it.
-        Others may use this object between pieces, and find the pieces added so far. Outputs that
-        arrive meanwhile follow it. If everything is deleted meanwhile, nothing of it remains.
+        A piece takes a millisecond. The output is queued immediately, so a deletion before the
+        first piece also deletes it. Others may use this object between pieces, and find the pieces
+        added so far. Outputs that arrive meanwhile follow it. If everything is deleted meanwhile,
+        nothing of the output remains.
         """
         if self._is_quick(len(output.tokens) + 1):
             self.extend([output])
@@ -328,7 +329,7 @@ class Generations:
         self._settle()
 
     def shrink(self) -> bool:
-        """Keep only the newest outputs, in a ring of half the size; return False if it is small.
+        """Keep only the newest outputs, in a ring half as large; return False for a small ring.
 
         Takes 20 ms for a million tokens.
         """

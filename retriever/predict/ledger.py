@@ -29,8 +29,8 @@ _CGROUP_FILES: Final = (
 def default_max_bytes() -> int:
     """Return half of the memory that this process may use.
 
-    The memory is the minimum of the machine's, the control group's limit (version 2 or 1) and the
-    rest of the process's address-space limit.
+    The memory is the minimum of the machine's memory, the control group's limit (version 2 or 1)
+    and what is left of the process's address-space limit.
     """
     page = resource.getpagesize()
     limits = []

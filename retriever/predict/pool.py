@@ -23,7 +23,7 @@ class Entry:
         tenant: the tenant that the output belongs to.
         output: the generation; if it has no tokens, only the other fields are written.
         statistics: the tenant's weights as bytes, if they changed since they were last logged.
-        note: opaque, replaces the previous note; see `retriever.plugins.replication`.
+        note: opaque bytes that replace the previous note; see `retriever.plugins.replication`.
         saving: save status of the output.
     """
 

@@ -2,7 +2,7 @@
 
 Runs after the draft, off the hot path. The rows of evidence stay in the predictor's memory until
 the next draft. Rows whose continuation starts with a node's path support the node. A node without
-such a row comes from counts: of what follows its last one to three tokens in the phrase tables, the
+such a row comes from counts of what follows its last one to three tokens in the phrase tables, the
 sequence or generations.
 """
 
@@ -272,7 +272,7 @@ _LOOKED_AT_FIRST: Final = 64  # tokens; most agreements are shorter
 
 
 def _longest(text: TokenIds, others: Iterable[TokenIds]) -> int:
-    """Return the longest common suffix, in tokens, of a text and any of the others."""
+    """Return the length of the longest suffix, in tokens, that a text shares with another."""
     return max((_agreement(text, other) for other in others), default=0)
 
 

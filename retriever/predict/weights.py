@@ -43,7 +43,7 @@ def prior_weights() -> Weights:
 
 
 def from_values(values: NDArray[np.float32]) -> Weights:
-    """Return weights from float32[n]: all fields in order, but only the first rows of the last.
+    """Return weights from float32[n]: all fields in order, but only first rows of the last field.
 
     Raises:
         ValueError: the number of values does not fit.

@@ -27,8 +27,9 @@ class Bound:
     """Indexes and phrases of one tenant, which replace the shared ones.
 
     Attributes:
-        indexes: open or missing, including the shared ones; opened separately for this tenant.
-        phrases: including the shared ones; None for only the shared ones.
+        indexes: the tenant's indexes, open or missing. They include the shared indexes, which are
+            opened separately for this tenant.
+        phrases: the tenant's phrases, which include the shared phrases; None for only these.
     """
 
     indexes: Sequence[IndexState] | None = None
@@ -187,7 +188,7 @@ class Bindings:
         return any(changed)
 
     def attached(self) -> list[Attached]:
-        """Return all indexes: shared ones first, then those of tenants."""
+        """Return all indexes: the shared indexes first, then the tenants' indexes."""
         shared = self._shared.indexes
         own = [
             Attached(index, tenant)

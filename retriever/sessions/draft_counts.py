@@ -65,7 +65,7 @@ class DraftCounts:
             tokens, where `MAX_POSITIONS` includes larger numbers; the last entry is the number of
             tokens committed after these drafts.
         steps: times of steps, including waits for other drafts.
-        drafts: times of steps divided by their sequences, counted for each sequence.
+        drafts: time of each step divided by its number of sequences, counted for each sequence.
         num_bare: number of drafts in `drafts` that were for bare contexts.
         fail_opens: missed drafts that clients report, by the reason's number on the wire.
     """
@@ -262,7 +262,7 @@ class TenantUse:
 
 
 MOST_USES: Final = 1024
-"""Most tenants counted separately: some 200 bytes each, and a table that people can read."""
+"""Most tenants counted separately: each takes about 200 bytes, and people read the table."""
 
 
 class TenantUses:

@@ -122,7 +122,8 @@ class DrafterState:
         copying: held while the state directory is copied.
 
     Raises:
-        InvalidRequestError: the indexes have different vocabularies, or a phrase has another one.
+        InvalidRequestError: the indexes have different vocabularies, or a phrase does not fit
+            theirs.
         StateError: `state` cannot be used.
         VocabularyMismatchError: `state` holds outputs of another tokenizer.
         RetrieverError: a plugin cannot be attached.
@@ -366,7 +367,7 @@ class DrafterState:
         return self.findings.fetch(tenant, model, before)
 
     def delete(self, tenant: str, key: SessionKey | None = None) -> None:
-        """Delete data of a tenant or of its sessions of a name; see `EmbeddedDrafter.delete`.
+        """Delete data of a tenant, or of its sessions with a name; see `EmbeddedDrafter.delete`.
 
         Other callers draft meanwhile.
         """

@@ -26,7 +26,7 @@ class Eviction:
     requesting tenant's outputs; then sessions idle for longer than `idle_eviction_s`. If a tenant
     is at its own ceiling, the same data is evicted, but only its own. A share is an equal part of
     the ceiling for each tenant that has open sessions or called within `idle_session_s`. A tenant
-    that exceeds its share takes nothing from such tenants that do not exceed theirs.
+    that exceeds its share takes nothing from such tenants if they do not exceed theirs.
 
     Args:
         ledger: the memory ledger.

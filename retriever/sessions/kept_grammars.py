@@ -18,7 +18,7 @@ _MOST_KEPT: Final = 32
 _LEAST_BYTES: Final = 2 << 20
 _BYTES_PER_BYTE: Final = 300
 """Memory of a compiled grammar: a fixed part, and a part per byte of its source. We measured 2 to
-15 MB for schemas of 0.6 to 30 KB, and 43 MB for 92 KB."""
+15 MB for schemas of 0.6 to 30 KB, and 43 MB for a schema of 92 KB."""
 
 
 class _Kept(NamedTuple):

@@ -120,7 +120,8 @@ class OpeningOptions(TypedDict, total=False):
         refresh_s: how often to check for changed indexes in a separate thread, in seconds; 0 for
             never. `refresh` checks immediately.
         threads: most threads that share a step of several sequences; 1 by default. A helper thread
-            that waits for a processor delays the step, so give only as many as are free.
+            that waits for a processor delays the step, so give only as many as there are free
+            processors.
         predictor: grows the trees, with room for `limits`; created if not given.
         plugins: options of plugins to attach, such as `ReplicationOptions`.
         tokenizer: returns the sequences' tokenizer; called at the first sequence with a constraint.
@@ -174,7 +175,7 @@ def opened_indexes(
 
     Raises:
         indexer.errors.IndexerError: an index is missing, damaged or of another tokenizer. If such
-            indexes are skipped, none can be opened to get the vocabulary.
+            indexes are skipped, the error means that none can be opened to get the vocabulary.
         InvalidRequestError: a tenant's name is invalid.
     """
     shared, bound = list(paths), bound or BoundPaths()

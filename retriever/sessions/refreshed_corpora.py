@@ -191,7 +191,7 @@ class RefreshedCorpora:
 
     @property
     def outcome(self) -> tuple[int, int]:
-        """Number of nodes from these indexes in all drafts, and of accepted ones."""
+        """Number of nodes from these indexes in all drafts, and number of accepted nodes."""
         drafted, accepted = self._corpora.corpus.outcomes[:, Source.CORPUS].tolist()
         return drafted, accepted
 

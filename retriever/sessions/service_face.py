@@ -1,4 +1,4 @@
-"""The interface of a drafter for a service: steps of its streams in parts, with memory charges."""
+"""The interface of a drafter for a service: it does steps in parts, and charges memory."""
 
 import struct
 from collections.abc import Iterable, Sequence

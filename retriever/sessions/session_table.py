@@ -97,7 +97,7 @@ class Sessions:
         self._tenant_sessions[session.tenant] += 1
 
     def get(self, key: SessionKey) -> Session:
-        """Return a session, and mark it as the last used.
+        """Return a session, and mark it as the most recently used.
 
         Raises:
             UnknownSessionError: no session has this name.

@@ -86,7 +86,7 @@ now, so nothing is measured."""
 class Foredraft(OfOneProcess):
     """Decodes with drafts when passed to `model.generate` as `custom_generate`.
 
-    Logits processors, sampling, lengths and stopping are those of the call and of the model's
+    Logits processors, sampling, lengths and stopping follow the call and the model's
     generation_config. Each pass runs the model in its current state: weights, adapters, modules and
     hooks may change between calls, and within a call in a processor, criterion or streamer. If
     passes with drafts would not be exact, the model's own `generate` decodes; this is logged once.

@@ -115,7 +115,7 @@ def _padding(input_ids: torch.Tensor, mask: torch.Tensor) -> list[int]:
             )
         raise UnsupportedGenerationError(
             f"the attention mask hides tokens within row {number}: only padding on the left is "
-            "served; where no mask is passed, transformers hides tokens that equal pad_token_id"
+            "supported; where no mask is passed, transformers hides tokens that equal pad_token_id"
         )
     counts: list[int] = (~shown).sum(dim=1).tolist()
     return counts

@@ -291,7 +291,7 @@ def check_transformers() -> None:
 
 @cache
 def _changes_of_generate(generate: Callable[..., Any]) -> list[str]:
-    """Return how `generate` differs from what is needed, also in what `streamer_of_call` reads."""
+    """Return how `generate` differs from what is needed and from what `streamer_of_call` reads."""
     length, stop = MaxLengthCriteria(max_length=1), EosTokenCriteria(eos_token_id=1)
     return [
         *differences(

@@ -68,7 +68,7 @@ class Wanted:
 
     @classmethod
     def of(cls, config: GenerationConfig, cache: Cache | None) -> "Wanted":
-        """Return what a call wants.
+        """Return what a call requests.
 
         Args:
             config: config of the call.
@@ -115,7 +115,7 @@ def _by_step(
 ) -> tuple[torch.Tensor, ...] | None:
     """Return float32[rows, vocabulary] for each step; zeros in rows that have already ended.
 
-    In `generate` itself, ended rows continue, with the model's scores after padding.
+    In `generate` itself, ended rows continue and have the model's scores after padding.
     """
     kept = [each.rows for each in recorders if each is not None]
     if not kept:

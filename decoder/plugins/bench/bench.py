@@ -155,9 +155,9 @@ class Benchmark:
     """Compares contenders under each setting and at each width, and reports the circumstances.
 
     All contenders decode each group of prompts in turn. So the figures of a group are measured at
-    about the same time. A group is one prompt if prompts are decoded one by one, else enough
-    prompts to fill all places. The same drafters decode all groups, as in real use, so they may
-    draft from their outputs for earlier groups.
+    about the same time. A group is one prompt if prompts are decoded one by one; otherwise it fills
+    all places. The same drafters decode all groups, as in real use, so they may draft from their
+    outputs for earlier groups.
 
     Args:
         language_model: the model of all contenders.
@@ -233,8 +233,9 @@ class Benchmark:
             our own decoder's figures under the first setting, if the default contenders are
             measured. `skipped` is the number of prompts that do not fit the model. After an
             interruption, `interrupted` is true and `interrupted_at` describes the current round:
-            `where` in words, how many of a `unit` were `done` and `of` how many, and whether these
-            are `counted`. The other values are the circumstances of the figures.
+            `where` in words, the numbers `done` and `of` (finished and all), the `unit` that they
+            count, and whether the finished ones are `counted`. The other values are the
+            circumstances of the figures.
         """
         options, rounds = self._options, self._counted()
         first, *_ = counted_rounds = next(iter(rounds.values()))
@@ -296,7 +297,7 @@ class Benchmark:
             raise InvalidPromptError(f"none of the {len(self._prompts)} prompts fits the model")
         if len(self._cases) < min(widths):
             raise InvalidPromptError(
-                f"{min(widths)} in parallel need as many prompts: of {len(self._prompts)} only "
+                f"{min(widths)} in parallel need as many prompts, but of {len(self._prompts)} only "
                 f"{len(self._cases)} fit the model, with room for the output"
             )
         if parallel not in self._groups:
@@ -422,7 +423,7 @@ class Benchmark:
         ]
 
     def _counted(self) -> dict[Heat, list[Round]]:
-        """Return the rounds that count: the complete ones, or else the first round."""
+        """Return the rounds that count: the complete rounds; if there are none, the first."""
         chosen = {
             heat: [each for each in rounds if each.is_whole] or rounds[:1]
             for heat, rounds in self._rounds.items()
@@ -475,7 +476,7 @@ class Benchmark:
         }
 
     def _judged_by(self, heat: Heat) -> str:
-        """Return the contender to compare outputs with: our own loop if rounding changes them."""
+        """Return the contender to compare with: our own loop if rounding changes outputs."""
         return ONE_BY_ONE if self._is_exact and heat.setting.temperature == 0 else UNDRAFTED
 
     def _expected(self, compared_with: str, each: Comparison) -> list[list[int]]:
@@ -505,8 +506,8 @@ class Benchmark:
 def grouped(cases: Sequence[BenchPrompt], parallel: int) -> list[Group]:
     """Return prompts in groups that fill all places; leftover prompts are dropped.
 
-    A group has twice as many prompts as are decoded in parallel, if that leaves enough groups, else
-    just as many. If prompts are decoded one by one, each prompt is a group.
+    A group has twice as many prompts as are decoded in parallel, if that leaves enough groups;
+    otherwise it has just as many. If prompts are decoded one by one, each prompt is a group.
     """
     size = parallel * _ROUNDS
     if parallel == 1 or len(cases) // size < _FEW_GROUPS:
@@ -590,7 +591,7 @@ def _fastest(rounds: Sequence[Round]) -> list[Comparison]:
 
 
 def in_turn(ways: Mapping[str, Callable[[], Run]], number: int) -> dict[str, Run]:
-    """Run all contenders in an order that rotates with `number`; return the runs in given order."""
+    """Run all contenders in an order that rotates with `number`; return runs in the given order."""
     names = list(ways)
     first = number % len(names)
     runs = {name: ways[name]() for name in (*names[first:], *names[:first])}

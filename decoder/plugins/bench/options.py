@@ -63,7 +63,7 @@ class ContestOptions(BaseModel):
         list[int],
         Metavar("N"),
         Field(
-            description="Fix the nodes of every draft, at most "
+            description="Fix the number of nodes in every draft, at most "
             f"{MAX_NODES}; 0: as many as pay off. Repeatable. Default: 0."
         ),
     ] = []

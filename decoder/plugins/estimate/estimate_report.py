@@ -98,7 +98,7 @@ class Crowded:
 
 
 def verdict(estimate: Estimate) -> str:
-    """Return one sentence: whether our drafts help, by how much, and for which traffic not."""
+    """Return one sentence: whether our drafts help, how much, and for which traffic they do not."""
     if estimate.fit is not None and estimate.fit.caution:
         return f"no verdict: {estimate.fit.caution}"
     best = estimate.best(OWN)

@@ -1,7 +1,7 @@
 """Replaying a log as the decoding loop would decode it; a cost curve gives the time of each pass.
 
 A draft changes no output, so the recording shows what each pass would accept. The pass over the
-prompt yields the first token of an output. It is never counted, nor is that token.
+prompt yields the first token of an output. Neither that pass nor that token is counted.
 """
 
 import time
@@ -20,7 +20,7 @@ from retriever.traces.traces import Trace
 from retriever.tree import DraftTree
 
 PAYING: Final = "paying"
-"""Budget in place of a number: as many nodes as pay off by the curve, as in the decoder."""
+"""A budget without a number: as many nodes as pay off by the curve, as in the decoder."""
 
 Nodes = int | str
 """Largest number of nodes in a draft, or `PAYING`."""

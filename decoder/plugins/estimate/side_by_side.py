@@ -1,4 +1,4 @@
-"""Parallel replays: one runs in this process, the others each in a process of their own."""
+"""Parallel replays: one runs in this process, and each other replay in its own process."""
 
 import os
 import pickle
@@ -19,7 +19,7 @@ _MOST_PROCESSES: Final = 8
 """Most helper processes: each loads the drafting code, a few hundred megabytes."""
 
 _WORTH_TOKENS: Final = 5000
-"""Tokens in a log below which a replay ends before another process has started."""
+"""With fewer tokens in a log, a replay ends before another process has started."""
 
 
 Seen = Callable[[ProjectedOutcome, int], None]
@@ -87,7 +87,7 @@ class _Helpers:
             self._pool.shutdown(cancel_futures=True)
 
     def take(self, waiting: "deque[int]") -> None:
-        """Start waiting replays, the last ones first, as long as a process is free."""
+        """Start waiting replays while a process is free; the last replay comes first."""
         for number in [n for n in reversed(waiting) if n in self._given]:
             if self._pool is None or len(self.running) >= self._most or len(waiting) < 2:  # noqa: PLR2004
                 return

@@ -13,7 +13,7 @@ from retriever.traces.traces import Trace
 ALL: Final = "all"
 OTHERS: Final = "others"
 MAX_KINDS: Final = 12
-"""Most kinds of traffic in a report, as many as fit on a screen; later kinds count as `OTHERS`."""
+"""Most kinds of traffic in a report, so that it fits on a screen; later kinds count as `OTHERS`."""
 
 _LEAST: Final = 2
 """Fewest tokens of an output that can be drafted for: the prompt's pass yields the first token."""
@@ -95,7 +95,7 @@ class TokenLog:
 
 
 def _value(row: dict[str, Any], field: str) -> Any:
-    """Return a field of a record, or else of the `request` in the record, as servers log it."""
+    """Return a field of a record, or of the `request` that servers log in the record."""
     request = row.get("request")
     inner = request if isinstance(request, dict) else {}
     return row.get(field, inner.get(field))

@@ -56,7 +56,7 @@ class CustomParams:
         try:
             fields, ignored = self._fields.read(usable)
         except Exception as error:  # noqa: BLE001  (as above)
-            return NOT_DRAFTED, f"{error}; it is not drafted for"
+            return NOT_DRAFTED, f"{error}; it gets no drafts"
         wrong = []
         for name in [name for name in _SHAPING if name in stated]:
             more = {**usable, name: stated[name]}

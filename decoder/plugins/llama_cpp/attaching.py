@@ -61,7 +61,7 @@ DEFAULT_NUM_PRED_TOKENS: Final = 16
 number would mean more widths to measure at the start."""
 
 DEFAULT_BUDGET_NODES: Final = 64
-"""Nodes of the tree that a path is chosen from: a path of 16 tokens and its main alternatives."""
+"""Number of nodes in the tree that a path is chosen from: 16 tokens and their main alternatives."""
 
 _CONTEXT: Final = 32
 """Tokens in the cache while passes are timed; reading more would make every start longer."""
@@ -461,11 +461,11 @@ def attach(  # noqa: PLR0913  (all but the first two are given by name)
             drafter's tokens. A `FusedDrafter` has its own setting for this.
         tenants: tenants that requests may name; `*` allows any. See `DrafterDraftModel.request`.
         trees: whether to verify a whole tree in a pass, of at most `num_pred_tokens` nodes. This
-            needs a context for several sequences, which replaces the model's own. Set again
-            whatever was set on the old context other than by arguments of `Llama`. Chains are
-            drafted instead, and a warning is logged, in three cases: the engine cannot create such
-            a context, its loop does not use such passes, or the model's logits for a tree differ
-            from those for its paths.
+            needs a context for several sequences, which replaces the model's own. Settings of the
+            old context that did not come from arguments of `Llama` are lost: make them again.
+            Chains are drafted instead, and a warning is logged, in three cases: the engine cannot
+            create such a context, its loop does not use such passes, or the model's logits for a
+            tree differ from those for its paths.
 
     Raises:
         UnsupportedEngineError: the engine differs from the tested versions.

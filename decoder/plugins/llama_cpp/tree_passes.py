@@ -35,7 +35,7 @@ from retriever.drafter import TokenIds
 from retriever.tree import ROOT, DraftTree
 
 _END: Final = -1
-"""End position for llama.cpp's memory functions that means up to the last position."""
+"""End position that means "up to the last position" in llama.cpp's memory functions."""
 
 _LIKE: Final = 0.25
 """Largest allowed difference between a tree's logits and the logits of its paths. It is a share of
@@ -313,7 +313,7 @@ class TreePasses:
 
 
 def _is_for_generate(caller: FrameType) -> bool:
-    """Return whether the engine's own loop calls, and not a user who may want the logits."""
+    """Return whether the caller is the engine's own loop, not a user who may want the logits."""
     return caller.f_code is Llama.generate.__code__
 
 

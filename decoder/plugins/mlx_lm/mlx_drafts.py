@@ -39,7 +39,8 @@ from retriever.tree import DraftTree
 
 TESTED_VERSIONS: Final = ">=0.32,<0.33"
 DEFAULT_BUDGET_NODES: Final = 32
-"""Nodes of the tree that a path is chosen from; mlx-lm verifies only a few tokens in a pass."""
+"""Number of nodes in the tree that a path is chosen from; mlx-lm verifies only a few tokens in a
+pass."""
 
 MAX_CHAIN: Final = 16
 """Most tokens of a path; the loop does not say in advance how many it will request."""

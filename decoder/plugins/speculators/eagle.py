@@ -453,7 +453,7 @@ class DraftLayer(nn.Module):
 def window_mask(
     positions: torch.Tensor, key_positions: torch.Tensor, window: int | None
 ) -> torch.Tensor:
-    """Return bool[batch, 1, rows, keys]: whether a row sees a key, judged by positions alone.
+    """Return bool[batch, 1, rows, keys], whether each row sees each key, by positions alone.
 
     Args:
         positions: int64[batch, rows], positions of the rows.

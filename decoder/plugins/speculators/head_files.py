@@ -48,7 +48,8 @@ _REDUNDANT: Final = {"d2t", "t2d", "lm_head.weight"}
 """Tensors that some files hold needlessly: maps of a whole vocabulary, and the target's head."""
 
 _DIGESTED_ROWS: Final = 16
-"""Embeddings in the digest. Fine-tuning changes the norms and the embeddings of used tokens."""
+"""Number of embeddings in the digest. Fine-tuning changes the norms and the embeddings of used
+tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,7 +379,7 @@ def _empty(shape: HeadConfig) -> Head:
 
 
 def _sources(head: Head, shapes: Shapes) -> dict[str, str]:
-    """Return, for each tensor of a head, the name of its tensor in a file, which may lack it.
+    """Return, for each tensor of a head, its name in a file; the file may lack the tensor.
 
     Weights that depths share may be stored only once. t2d is left out if the file lacks it, because
     it follows from d2t.

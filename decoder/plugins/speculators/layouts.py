@@ -198,7 +198,8 @@ def _state_numbers(
 
     vLLM and `speculators` number a state by the layer whose input it is, as `decoder.model.states`
     does. SpecForge and ModelOpt number it by the layer whose output it is, which is one less, and
-    their first number is 1. SGLang distinguishes the two by that (sgl-project/sglang#25454).
+    their first number is 1. SGLang distinguishes the two numberings by that first number
+    (sgl-project/sglang#25454).
     """
     stated = options.get("eagle_aux_hidden_state_layer_ids")
     if not stated:
@@ -305,7 +306,7 @@ def published_config(
 
 
 def _published_layer(config: EagleConfig) -> dict[str, Any]:
-    """Return the settings of a layer, with the rotary embedding's older names, which all know."""
+    """Return a layer's settings, with older names of the rotary embedding that all engines know."""
     layer = config.layer
     rope = dict(layer.rope_parameters)
     theta, kind = rope.pop("rope_theta"), rope.get("rope_type", "default")

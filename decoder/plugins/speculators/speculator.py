@@ -1,4 +1,4 @@
-"""A head that reads draft trees, with its keys and values and the target's states that it reads.
+"""A head that reads draft trees, with its keys and values and the target's states.
 
 The keys and values of committed tokens come from the target's own states. The keys and values of a
 tree come from the head's outputs and are appended after them. Each node sees only its ancestors in
@@ -70,7 +70,8 @@ class Speculator:
         source: label of its proposals.
         head: the head, after its move.
         max_length: length of the longest sequence that it drafts for; `None` for no limit.
-        most_states: most tokens of a prompt that it reads, the last ones.
+        most_states: most tokens of a prompt that it reads; of a longer prompt it reads the last
+            ones.
         most_rows: most tokens of a prompt that it reads in one pass.
 
     Raises:
@@ -160,7 +161,7 @@ def _columns(head: Head, vocab_size: int, kept: TokenIds | None) -> TokenIds:
 
 
 def _output_layer(head: EagleHead, model: PreTrainedModel, columns: TokenIds) -> nn.Linear:
-    """Return the output layer for the tokens to draft: the head's, or else rows of the target's.
+    """Return the output layer for the tokens to draft: the head's own, or rows of the target's.
 
     Raises:
         UnsupportedModelError: the target changes logits after its output layer.
@@ -253,7 +254,7 @@ class TrueStates:
 
     Args:
         numbers: numbers of the states, in the order in which a row concatenates them.
-        most: largest number of positions that are stored, the latest ones.
+        most: most positions that are stored; the oldest are dropped.
 
     Attributes:
         start: position of the first stored state.

@@ -359,7 +359,7 @@ def read_as_far(path: Path) -> tuple[list[TracedStep], str]:
 
 
 def _parsed_or_cut(line: bytes, path: Path, number: int) -> TracedStep:
-    """Read a line; a line after others that is neither JSON nor ended counts as cut."""
+    """Read a line; a line that is not JSON and has no end counts as cut, unless it is the first."""
     try:
         return _parsed(line.decode(), f"{path}:{number}")
     except (TraceFileError, UnicodeDecodeError) as error:

@@ -36,7 +36,7 @@ from decoder.plugins.training.taught_store import Example, TaughtStore
 from decoder.plugins.training.teacher import BATCH, Teacher
 
 LEAST_LESSONS: Final = 16
-"""Fewest different prompts and outputs: fewer leave none to hold out and little to learn."""
+"""Fewest different prompts and outputs: with fewer, none can be held out and little is learned."""
 
 LEAST_TOKENS: Final = 2_000
 """Fewest recorded tokens: with fewer, a head would learn the texts by heart."""
@@ -58,8 +58,8 @@ _MOST_ANSWERS: Final = 8
 _RECORDING_SHARE: Final = 0.5
 
 _LEAST_TRAINING_SHARE: Final = 0.5
-"""Smallest share for training of the time after recording. With few minutes, the whole run takes
-longer than the option says."""
+"""Smallest share that training gets of the time after recording. If the option allows only a few
+minutes, the whole run takes longer than that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class Course:
         return self._options.minutes * 60 * _RECORDING_SHARE
 
     def _training_seconds(self, store: TaughtStore, elsewhere: float) -> float:
-        """Return the seconds for all stages; `elsewhere` is time for neither them nor recording."""
+        """Return the stages' seconds; `elsewhere` is time for neither stages nor recording."""
         left = self._options.minutes * 60 - min(store.seconds, self._recording_seconds)
         return max(left - elsewhere, left * _LEAST_TRAINING_SHARE)
 

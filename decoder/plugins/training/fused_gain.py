@@ -20,7 +20,8 @@ from decoder.plugins.contenders.standings import Comparison, Interval, standings
 from retriever.drafter import TokenIds
 
 NODES: Final = (5, 16, 32, 64)
-"""Numbers of nodes in the comparison: from the number that pays off on a CPU to a draft's most."""
+"""Numbers of nodes in the comparison: from the number that pays off on a CPU to the most in a
+draft."""
 
 MAX_PROMPTS: Final = 8
 MAX_NEW_TOKENS: Final = 48

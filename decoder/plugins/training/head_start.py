@@ -33,14 +33,14 @@ _RIDGE: Final = 1e-2
 
 _FIRST: Final = 4
 """Positions at the start of a text that are left out. Their states are a hundred times as long as
-others, so the fit would follow them alone."""
+other states, so only they would determine the fit."""
 
 _SELF_SCORE: Final = 100.0
 """Attention score of a position with itself in the attention heads that look only at their own
 position. The highest frequencies share the score, so the score of the next position is at least 9
 lower, and the frequencies hardly ever agree again. With heads of 64 or 128 numbers, over 0.999 of
 the attention stays at distance zero among 8,192 positions. With three frequencies and a score of
-30, it would be half among 512 positions."""
+30, only half would stay there among 512 positions."""
 
 _SELF_FREQUENCIES: Final = 8
 
@@ -122,7 +122,7 @@ def last_layer(language_model: LanguageModel) -> Any:
     """Return the target's last layer.
 
     Raises:
-        UnsupportedModelError: it is not a Llama layer, and heads can only be made from those.
+        UnsupportedModelError: it is not a Llama layer; heads can only be made from Llama layers.
     """
     base: Any = language_model.model.base_model
     layer = base.layers[num_states(language_model.model) - 1]

@@ -19,7 +19,7 @@ from decoder.plugins.training.head_start import last_layer, layer_config, other_
 _NUM_TOKENS: Final = 32
 _FIRST: Final = 4
 """Positions at the start of a text that are left out. Their states are a hundred times as long as
-others, and their rounding errors are as well."""
+other states, and so are their rounding errors."""
 
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.float64: 1e-3}
 _TOLERANCE_16: Final = 0.05

@@ -2,7 +2,7 @@
 
 It receives the target's outer layers and finished sequences on its standard input. It trains at the
 lowest priority, within a share of one core's time. When the head predicts held-out sequences
-better, it writes the head; else it restores the best weights. So the head follows the current
+better, it writes the head; otherwise it restores the best weights. So the head follows the current
 requests, as in online speculative decoding (Liu et al., 2024, arXiv:2310.07177). It learns the
 target's own distribution on the target's own text, as in DistillSpec (arXiv:2310.08461).
 
@@ -62,7 +62,8 @@ _LEAST_JUDGING: Final = 300
 the share of predicted tokens is known to within 3%."""
 
 _NEW_TOKENS: Final = 4096
-"""New tokens that a round needs: on the same tokens again, the head would learn them by heart."""
+"""Number of new tokens that a round needs. In rounds on the same tokens, the head would learn these
+by heart."""
 
 _TIMES: Final = 2
 """Most times that a round goes through all sequences."""
@@ -245,7 +246,7 @@ class _Kept:
         order: what to train; see `Order`.
 
     Attributes:
-        head: the head that was learned last, or else the original head.
+        head: the head that was learned last; the original head if none was learned.
         first: weights of the original head; `None` if nothing was learned before, or if the learned
             head has another shape.
     """

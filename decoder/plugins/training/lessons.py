@@ -142,7 +142,7 @@ def _lessons_of(
 
 
 def _text_of(entry: Any) -> Any:
-    """Return the text of a record without a conversation; else the entry itself."""
+    """Return the text of a record without a conversation; otherwise the entry itself."""
     if isinstance(entry, dict) and conversation_of(entry) is None:
         return entry.get(DEFAULT_FIELD)
     return entry

@@ -45,7 +45,7 @@ DEFAULT_HELD_BYTES: Final = 256 * 2**20
 model with states of 4,096 numbers."""
 
 _MOST_TOKENS: Final = 1024
-"""Most tokens of a sequence that are sent, the last ones."""
+"""Most tokens of a sequence to send; of a longer sequence, the last tokens are sent."""
 
 _LEAST_TOKENS: Final = 8
 """Fewest tokens of a sequence that is sent: shorter sequences are useless for training."""

@@ -18,7 +18,7 @@ from decoder.plugins.training.judging import HeadAgreement
 from decoder.plugins.training.taught_store import write_tensors
 
 _PARTS: Final = 10
-"""Parts of a stage; after each part the head is evaluated, and the best weights are saved."""
+"""Number of parts in a stage; after each, the head is evaluated and the best weights are saved."""
 
 _PATIENCE: Final = 3
 """Number of parts in a row without an improvement after which the stage ends."""

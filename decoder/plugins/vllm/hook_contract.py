@@ -81,7 +81,7 @@ def _text(find: Callable[[], str]) -> str:
 
 
 def hook_changes(sources: Sources) -> str:
-    """Return how a version's call of `propose` differs from the tested one; else empty."""
+    """Return how a version's call of `propose` differs from the tested call; empty if equal."""
     if not sources.runner:
         return ""
     calls = _calls_of_propose(ast.parse(sources.runner))
@@ -172,7 +172,7 @@ class Step:
     """The arguments of vLLM in one step.
 
     Attributes:
-        sampled: the new tokens of each row; empty while its prompt is read.
+        sampled: the new tokens of each row; a row is empty while its prompt is read.
         lengths: integers[m], the length of each row, new tokens included.
         table: integers[m, max_model_len], the tokens of each row; m is at least the number of rows.
     """
@@ -234,7 +234,7 @@ def recurrent_state(vllm_config: Any, *, fills: bool) -> str:
     A recurrent state (Mamba, linear attention, short convolutions) cannot drop a rejected token.
     With any speculation, vLLM keeps one state for each token of a step, and continues from the
     state of the last accepted token. But it does so only in steps with drafts. After a step without
-    drafts, it continues from a wrong state, and outputs are wrong; so they are even if nothing is
+    drafts, it continues from a wrong state, and outputs are wrong. This happens even if nothing is
     ever proposed. vLLM's trained drafters propose the same number of tokens in every step. Then
     gated delta nets are right, but Mamba and short convolutions are wrong on CPUs.
 

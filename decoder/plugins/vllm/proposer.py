@@ -325,7 +325,7 @@ class ForedraftProposer:
         try:
             fields, ignored = self._fields.read(runner.carried_by(state))
         except InvalidRequestError as error:
-            fields, ignored = NOT_DRAFTED, f"{error}; it is not drafted for"
+            fields, ignored = NOT_DRAFTED, f"{error}; it gets no drafts"
         if ignored:
             self._complaints.add(name, ignored)
         return NamedRequest(name, state, fields)
@@ -401,7 +401,7 @@ class ForedraftProposer:
         return slot if self._runner is None else self._runner.name_of(slot)
 
     def _filled(self, chains: list[list[int]], step: Step) -> list[list[int]]:
-        """Return the proposals; if they must have one length, pad those of rows with new tokens."""
+        """Return the proposals; if they must have one length, pad every row that has new tokens."""
         if not self._num_filled:
             return chains
         return [
@@ -443,9 +443,9 @@ def _outcome(proposed: _Proposed, step: Step, slot: int | None) -> PassOutcome |
 def is_read(parallel_config: Any) -> bool:
     """Return whether vLLM reads this rank's proposals.
 
-    It reads those of the first rank in the last pipeline stage. Under torchrun, every rank
-    schedules on its own, and all ranks must propose the same tokens. Drafts depend on time, so no
-    rank proposes anything under torchrun.
+    vLLM reads the proposals of the first rank in the last pipeline stage. Under torchrun, every
+    rank schedules on its own, and all ranks must propose the same tokens. Drafts depend on time, so
+    no rank proposes anything under torchrun.
     """
     stage = int(parallel_config.tensor_parallel_size)
     stage *= int(getattr(parallel_config, "prefill_context_parallel_size", 1))

@@ -109,7 +109,7 @@ class Learned:
     forbidden: float = 0.5
 
     def probabilities(self) -> list[float]:
-        """Return for each kind how likely a forced token is, given that those before it came."""
+        """Return, for each kind, a forced token's probability if the tokens before it came true."""
         return [came / (came + missed) for came, missed in self.trust]
 
     def count(self, kind: int, *, came: bool) -> None:
@@ -304,7 +304,7 @@ class ForcedDrafts:
         return are_allowed
 
     def _cut(self, key: tuple[int, ...], recent: tuple[int, ...], string: Forced) -> _Cut:
-        """Return the string's tokens as they follow `recent`; without it if the two do not join."""
+        """Return the string's tokens after `recent`, or without `recent` if the two do not join."""
         cuts, whole = self._learned.cuts, (key, *string[:3], string.chosen_from)
         found = cuts.get(whole)
         if found is None:

@@ -10,7 +10,7 @@ from retriever.kernels.compiling import kernel
 from retriever.tree import ROOT
 
 MOST_FORBIDDEN: Final = np.float32(0.9)
-"""Most share of forbidden children that is reassigned: the others grow tenfold at most."""
+"""Largest share of forbidden children that is reassigned; other shares grow tenfold at most."""
 
 
 @kernel()
@@ -102,11 +102,11 @@ def merge_forced(  # noqa: C901, PLR0913, PLR0917  (a kernel takes plain arrays)
         strings: int32[k, 3], for each string: the node before it or `ROOT`, the index in `tokens`
             where it ends, and which of its tokens is a choice (-1: none).
         tokens: int32[t], the tokens of all strings.
-        probabilities: float32[t], of each token, given that the tokens before it came.
+        probabilities: float32[t], the probability of each token after the tokens before it.
         source: source of the added nodes.
         made: int32[2, m], output: tokens and parents of the new tree.
-        made_shares: float32[m], output: its probabilities.
-        made_sources: uint8[m], output: its sources.
+        made_shares: float32[m], output: probabilities of the new tree.
+        made_sources: uint8[m], output: sources of the new tree.
 
     Returns:
         The number of nodes of the new tree.

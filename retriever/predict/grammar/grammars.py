@@ -33,7 +33,7 @@ class CompiledGrammar:
     """A grammar over a model's tokens, with drafts of the text that it forces.
 
     The whole output matches the grammar; a stop token is allowed where the output may end. The
-    grammar checks bytes, not tokens: a word may be split differently than the tokenizer would.
+    grammar checks bytes, not tokens: a word may be split differently than by the tokenizer.
 
     Attributes:
         num_tokens: size of the tokenizer's vocabulary, without added tokens.

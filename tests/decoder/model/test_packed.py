@@ -223,7 +223,7 @@ def test_a_model_that_packs_wrongly_reads_for_one_at_a_time(
     model = tiny_llama()
     together, alone = begun(Target(model)), begun(Target(model))
     assert not together.packs
-    assert "LlamaForCausalLM reads for one sequence at a time" in caplog.text
+    assert "LlamaForCausalLM reads one sequence at a time" in caplog.text
     readings = [Reading.of(place, 5 + place, DraftTree.empty()) for place in (0, 2, 3)]
     for reading, logits in zip(readings, read_at_once(together, readings), strict=True):
         [(expected, *_)] = alone.read([reading])

@@ -92,7 +92,7 @@ class DocumentFinder:
         return found
 
     def _longest(self, before: list[int], path: list[int], most: int) -> int:
-        """Return the most context tokens, up to `most`, that some index contains before a path."""
+        """Return how many context tokens, at most `most`, some index contains before a path."""
         least = 0
         while least < most:
             middle = (least + most + 1) // 2

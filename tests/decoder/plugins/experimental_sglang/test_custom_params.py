@@ -141,7 +141,7 @@ def test_a_request_whose_wish_is_not_understood_gets_no_drafts(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         assert read(**fields) is NOT_DRAFTED
-    assert "it is not drafted for" in caplog.text
+    assert "it gets no drafts" in caplog.text
 
 
 def test_warnings_end(caplog: pytest.LogCaptureFixture) -> None:
