@@ -81,7 +81,7 @@ def test_padded_embeddings_are_never_drafted() -> None:
 
 
 def test_a_model_with_too_few_embeddings_is_refused() -> None:
-    with pytest.raises(VocabularyMismatchError, match=r"48 embeddings.*vocabulary 50"):
+    with pytest.raises(VocabularyMismatchError, match=r"48 embeddings.*vocabulary has 50"):
         DraftModel(llama(), vocabulary_size=50)
     with pytest.raises(VocabularyMismatchError, match="all below 48"):
         DraftModel(llama(), kept=np.array([48], np.int32))

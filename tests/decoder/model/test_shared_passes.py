@@ -493,7 +493,7 @@ def test_two_decoders_of_a_shared_model_take_turns() -> None:
     one, other = (Decoder(target, NoDrafter(), FixedBudget(0)) for _ in range(2))
     steps: Iterator[Any] = iter(one.generate(PROMPTS[0], 4))
     next(steps)
-    with pytest.raises(DecoderBusyError, match="close that first"):
+    with pytest.raises(DecoderBusyError, match="close that decoding first"):
         next(iter(other.generate(PROMPTS[1], 4)))
 
 

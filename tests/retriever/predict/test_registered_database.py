@@ -115,7 +115,7 @@ def test_every_beginning_of_kept_weights_is_refused() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 400, 10_000])
 def test_other_numbers_of_values_are_no_weights(size: int) -> None:
-    with pytest.raises(ValueError, match=f"{size} weights: there must be"):
+    with pytest.raises(ValueError, match=f"there are {size} weights, and"):
         from_values(np.zeros(size, np.float32))
 
 
