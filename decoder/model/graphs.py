@@ -355,9 +355,9 @@ class PassShape:
     """The fixed shape of a captured pass.
 
     Attributes:
-        num_places: number of first places of the cache that take part: one or all.
+        num_places: how many places of the cache take part: the first one, or all.
         num_rows: number of rows in the pass, over all places.
-        width: most rows of one place.
+        width: the largest number of rows in one place.
         num_keys: number of slots in each place that the pass attends to.
     """
 

@@ -739,7 +739,7 @@ class Target:
 
     @led
     def pretend_marked(self, num_tokens: int, marked: NDArray[np.int64]) -> bool:
-        """Fake a sequence in which tokens `marked` stand out; return whether that is possible."""
+        """Make a fake sequence whose tokens `marked` stand out; return whether that is possible."""
         self.prefill(np.zeros(1, np.int32))
         if not self._places.at(0).pretend(num_tokens, marked):
             return False

@@ -170,7 +170,7 @@ def join_tables(tables: Sequence[DocumentTable], offsets: Sequence[int]) -> Docu
 
 
 def _renumbered(table: DocumentTable, licences: dict[str, int]) -> NDArray[np.uint32]:
-    """Return the number of each of a table's licences in `licences`, and add new licences to it.
+    """Number a table's licences by `licences`, to which new ones are added; return the numbers.
 
     New licences are numbered in the order of the documents, whatever their order in the table.
     """

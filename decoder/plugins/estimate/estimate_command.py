@@ -1,4 +1,4 @@
-"""The command that says from recorded outputs whether drafts would help."""
+"""The command that predicts from recorded outputs whether drafts would help."""
 
 import json
 from itertools import islice
