@@ -106,8 +106,8 @@ class Speedup:
 
         def observe(step: ObservedPass) -> None:
             nonlocal context, is_first, compiled_before
-            has_compiled = num_compiled() != compiled_before
-            compiled_before = num_compiled()
+            compiled = num_compiled()
+            has_compiled, compiled_before = compiled != compiled_before, compiled
             if is_first:
                 is_first = False
                 self.own_s += step.times.target_s + step.times.host_s

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 from types import MappingProxyType
@@ -107,9 +107,12 @@ def help_of(words: tuple[str, ...], flag: str = "--help") -> str:
         patch.dict(os.environ, terminal),
         patch.object(sys, "argv", ["foredraft", *words, flag]),
         redirect_stdout(printed),
-        suppress(SystemExit),
     ):
-        program()
+        try:
+            program()
+        except SystemExit as ended:
+            if ended.code:
+                raise
     text = printed.getvalue()
     if flag == "--help" and "--help-all" in text:
         return help_of(words, "--help-all")

@@ -94,9 +94,25 @@ def only_kept() -> Iterator[None]:
         _loads_only.reset(before)
 
 
-def _check_may_compile() -> None:
+_num_compiled = 0
+
+
+def num_compiled() -> int:
+    """Return how many kernels this process has begun to compile, instead of loading them."""
+    return _num_compiled
+
+
+def _begin_compiling(*, is_kept: bool) -> None:
+    """Count and log that a kernel is compiled now.
+
+    Raises:
+        NotKeptError: waiting for compilation is not allowed.
+    """
+    global _num_compiled  # noqa: PLW0603  (kernels are those of the process)
     if _loads_only.get():
         raise NotKeptError
+    _num_compiled += 1
+    _tell_compiling(is_kept=is_kept)
 
 
 def _cache_of(function: Callable[..., Any]) -> Any:
@@ -121,9 +137,7 @@ class _NoCache(_NumbaNullCache):  # type: ignore[misc]  # numba has no types
 
     def load_overload(self, *_: object) -> None:
         """Return None: the kernel will be compiled."""
-        _check_may_compile()
-        _count_compiled()
-        _tell_compiling(is_kept=False)
+        _begin_compiling(is_kept=False)
         _tell_no_cache("no folder for them can be written")
 
 
@@ -161,9 +175,7 @@ class _Cache(_NumbaCache):  # type: ignore[misc]  # as above
             with suppress(OSError):
                 self.flush()  # otherwise no new kernel could be saved in its place
         if kept is None:
-            _check_may_compile()
-            _count_compiled()
-            _tell_compiling(is_kept=True)
+            _begin_compiling(is_kept=True)
         return kept
 
     def save_overload(self, sig: Any, data: Any) -> None:
@@ -247,19 +259,6 @@ def _tell_compiling(*, is_kept: bool) -> None:
     """
     kept = ", which are then cached" if is_kept else ""
     _log.warning("compiling kernels for this machine%s: up to a minute of CPU time", kept)
-
-
-def num_compiled() -> int:
-    """Return how many kernels this process has started to compile instead of loading them."""
-    return _num_compiled
-
-
-_num_compiled = 0
-
-
-def _count_compiled() -> None:
-    global _num_compiled  # noqa: PLW0603  (kernels are those of the process)
-    _num_compiled += 1
 
 
 class RareKernels:
